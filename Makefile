@@ -3,21 +3,19 @@
 #
 #   make test PYTHON=python3.12      another interpreter, when .venv is created
 #   make test TORCH_VERSION=2.10.0   another torch, when .venv has none; pip's own settings say where it comes from
-#   make test RMSNORM_SANITIZE=...   kernels built with sanitizers, as in address,undefined
 
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-# pyproject.toml reads both.
+# Without it the package installs as pure Python when the kernels do not compile: see pyproject.toml.
 export RMSNORM_REQUIRE_KERNELS ?= 1
-export RMSNORM_SANITIZE ?=
 
 CSRC := $(wildcard csrc/*)
 .DELETE_ON_ERROR:
-.PHONY: demo test check bench wheel fix clean
+.PHONY: demo test check sanitize bench wheel fix clean
 
 demo: $(VENV)/.demo
 	$(BIN)/rmsnorm demo
@@ -30,6 +28,14 @@ check: $(VENV)/.package
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run -Werror $(CSRC)
 	$(BIN)/mypy
+
+# The tests on kernels built with GCC's AddressSanitizer and UndefinedBehaviorSanitizer. Its runtime must be the first
+# library loaded, with libstdc++ beside it to catch exceptions; without the stamp the next target builds plain kernels again.
+sanitize: $(VENV)/.package
+	@rm $(VENV)/.package
+	RMSNORM_SANITIZE=address,undefined $(PIP) install --no-build-isolation --no-deps --editable .
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+		$(BIN)/python -m pytest tests
 
 bench: $(VENV)/.package
 	$(BIN)/rmsnorm bench
