@@ -1,0 +1,170 @@
+"""The operators `torch.ops.rmsnorm.*`: the compiled kernels on the CPU, the reference everywhere else.
+
+    forward(x, weight, eps, weight_offset, rounding) -> y
+    forward_train(...) -> (y, rstd)
+    forward_out(..., out) -> ()
+    add_forward(x, residual, ...) -> (y, h, rstd)
+    backward(dy, x, rstd, weight, weight_offset, dh, rebuilt_dtype, need_dx, need_dweight) -> (dx, dweight)
+
+They normalise the last dimension, take `rounding` as an index into `reference.ROUNDINGS`, and know no autograd:
+that is functional.py's. With `rebuilt_dtype`, `backward` is given y for x and rebuilds x from it. PyTorch's
+dispatcher picks the implementation by device; there is no other registry.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rmsnorm import reference
+
+_SCHEMAS = """
+forward(Tensor x, Tensor? weight, float eps, float weight_offset, int rounding) -> Tensor
+forward_train(Tensor x, Tensor? weight, float eps, float weight_offset, int rounding) -> (Tensor y, Tensor rstd)
+forward_out(Tensor x, Tensor? weight, float eps, float weight_offset, int rounding, Tensor(a!) out) -> ()
+add_forward(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset, int rounding) -> (Tensor y, Tensor h, Tensor rstd)
+backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, float weight_offset, Tensor? dh, ScalarType? rebuilt_dtype, bool need_dx, bool need_dweight) -> (Tensor dx, Tensor dweight)
+"""  # noqa: E501
+
+
+@dataclass(frozen=True)
+class Status:
+    """Whether the compiled kernels run, and why not; the instruction set chosen, and those this machine has."""
+
+    compiled: bool
+    reason: str | None = None
+    isa: str | None = None
+    isas: list[str] = field(default_factory=list)
+
+
+def _load() -> Status:
+    """Loads the compiled library, or says why it cannot be."""
+    # Through the import system: in an editable install the library does not lie beside this file.
+    spec = importlib.util.find_spec("rmsnorm._C")
+    if spec is None or spec.origin is None:
+        return Status(
+            False, "this installation has none: no C++ compiler was found, or no wheel exists for this platform"
+        )
+    try:
+        torch.ops.load_library(spec.origin)
+    except (OSError, RuntimeError) as error:
+        return Status(False, f"the library does not load into torch {torch.__version__}: {error}".splitlines()[0])
+    try:
+        return Status(True, None, torch.ops.rmsnorm.isa(), torch.ops.rmsnorm.isas().split(","))
+    except RuntimeError as error:
+        raise ValueError(str(error).splitlines()[0]) from None
+
+
+# ---------------------------------------------------------------- the reference, with the operators' signatures
+
+
+def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: int) -> Tensor:
+    return reference.forward(x, weight, eps, weight_offset, reference.ROUNDINGS[rounding])[0]
+
+
+def forward_train(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: int
+) -> tuple[Tensor, Tensor]:
+    return reference.forward(x, weight, eps, weight_offset, reference.ROUNDINGS[rounding])
+
+
+def forward_out(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: int, out: Tensor) -> None:
+    out.copy_(forward(x, weight, eps, weight_offset, rounding))
+
+
+def add_forward(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return reference.add_forward(x, residual, weight, eps, weight_offset, reference.ROUNDINGS[rounding])
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    weight_offset: float,
+    dh: Tensor | None,
+    rebuilt_dtype: torch.dtype | None,
+    need_dx: bool,
+    need_dweight: bool,
+) -> tuple[Tensor, Tensor]:
+    if rebuilt_dtype is not None:
+        x = reference.rebuild(x, rstd, weight, weight_offset, rebuilt_dtype)
+    dx, dweight = reference.backward(dy, x, rstd, weight, weight_offset, dh)
+    return dx if need_dx else dx.new_empty(0), dweight if need_dweight else dweight.new_empty(0)
+
+
+# ---------------------------------------------------------------- shapes, for tracing
+
+
+def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+def _fake_forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: int) -> Tensor:
+    return _like(x, reference.result_dtype(x, weight, reference.ROUNDINGS[rounding]))
+
+
+def _rstd_like(x: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], 1), dtype=reference.compute_dtype(x))
+
+
+def _fake_forward_train(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: int
+) -> tuple[Tensor, Tensor]:
+    return _fake_forward(x, weight, eps, weight_offset, rounding), _rstd_like(x)
+
+
+def _fake_forward_out(*_: Any) -> None:
+    return None
+
+
+def _fake_add_forward(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_forward(x, weight, eps, weight_offset, rounding), _like(x, x.dtype), _rstd_like(x)
+
+
+def _fake_backward(
+    dy: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    weight_offset: float,
+    dh: Tensor | None,
+    rebuilt_dtype: torch.dtype | None,
+    need_dx: bool,
+    need_dweight: bool,
+) -> tuple[Tensor, Tensor]:
+    dx = _like(x, rebuilt_dtype or x.dtype) if need_dx else x.new_empty(0, dtype=rebuilt_dtype or x.dtype)
+    dweight = x.new_empty(x.shape[-1] if need_dweight else 0, dtype=rstd.dtype if weight is None else weight.dtype)
+    return dx, dweight
+
+
+_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "forward": (forward, _fake_forward),
+    "forward_train": (forward_train, _fake_forward_train),
+    "forward_out": (forward_out, _fake_forward_out),
+    "add_forward": (add_forward, _fake_add_forward),
+    "backward": (backward, _fake_backward),
+}
+
+_status = _load()
+_library = torch.library.Library("rmsnorm", "FRAGMENT")
+if not _status.compiled:
+    for _schema in _SCHEMAS.strip().splitlines():
+        _library.define(_schema)
+for _name, (_function, _fake) in _IMPLEMENTATIONS.items():
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"rmsnorm::{_name}", _fake, lib=_library)
+
+
+def status() -> Status:
+    """What `rmsnorm info` reports of the kernels."""
+    return _status

@@ -1,0 +1,173 @@
+"""First-order training on the kernels, and the way out for every other kind of differentiation.
+
+What is saved is x (or h, or y) and one number per row, and nothing else of the input's size.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rmsnorm import formula
+
+# x is rebuilt from y where every gain lies between these: a gain of zero keeps nothing of x, and a small one little.
+SMALLEST_GAIN, LARGEST_GAIN = 2.0**-10, 2.0**10
+
+
+def transforming() -> bool:
+    """Inside functorch (vmap, grad, jvp), forward-mode differentiation or export."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch.compiler.is_exporting()
+    )
+
+
+def needs_plain_operations(t: Tensor | None) -> bool:
+    """Whether only operations PyTorch knows will do: under a transform, or for a subclass such as DTensor."""
+    if t is None:
+        return False
+    return transforming() or (type(t) not in (Tensor, torch.nn.Parameter) and not _is_fake(t))
+
+
+def _is_fake(t: Tensor) -> bool:
+    return isinstance(t, (torch._subclasses.FakeTensor, torch._subclasses.functional_tensor.FunctionalTensor))
+
+
+def invertible(weight: Tensor | None, weight_offset: float) -> bool:
+    """Whether x can be rebuilt from y: no gain is zero or nearly so."""
+    if weight is None:
+        return True
+    gain = (weight.float() + weight_offset).abs()
+    return bool(((gain >= SMALLEST_GAIN) & (gain <= LARGEST_GAIN)).all())
+
+
+class RMSNorm(torch.autograd.Function):
+    """y = rms_norm(x). Saves x, or y where `memory_efficient` allows, and rstd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        weight_offset: float,
+        code: int,
+        ops: ModuleType,
+        memory_efficient: bool,
+    ) -> Tensor:
+        y, rstd = ops.forward_train(x, weight, eps, weight_offset, code)
+        ctx.rebuilt = None
+        if memory_efficient and not torch.compiler.is_compiling() and invertible(weight, weight_offset):
+            ctx.rebuilt = x.dtype
+        ctx.save_for_backward(x if ctx.rebuilt is None else y, weight, rstd)
+        ctx.options = eps, weight_offset, ops
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        eps, weight_offset, ops = ctx.options
+        need_dx, need_dweight = ctx.needs_input_grad[:2]
+        if torch.is_grad_enabled() and ctx.rebuilt is not None:
+            # y depends on x and weight: a derivative of what is rebuilt from it would not be one of the input.
+            raise RuntimeError("memory_efficient=True keeps y instead of x and cannot be differentiated twice")
+        dx, dweight = _backward(ops, dy, None, x, weight, rstd, eps, weight_offset, ctx.rebuilt, need_dx, need_dweight)
+        return dx, dweight, None, None, None, None, None
+
+
+class AddRMSNorm(torch.autograd.Function):
+    """h = x + residual, y = rms_norm(h). Saves h, which is an output, and rstd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        weight_offset: float,
+        code: int,
+        ops: ModuleType,
+    ) -> tuple[Tensor, Tensor]:
+        y, h, rstd = ops.add_forward(x, residual, weight, eps, weight_offset, code)
+        ctx.save_for_backward(h, weight, rstd)
+        ctx.options = eps, weight_offset, ops
+        ctx.set_materialize_grads(False)
+        return y, h
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return dh, dh, None, None, None, None, None
+        h, weight, rstd = ctx.saved_tensors
+        eps, weight_offset, ops = ctx.options
+        need_dh = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        dx, dweight = _backward(
+            ops, dy, dh, h, weight, rstd, eps, weight_offset, None, need_dh, ctx.needs_input_grad[2]
+        )
+        return dx, dx, dweight, None, None, None, None
+
+
+def _backward(
+    ops: ModuleType,
+    dy: Tensor,
+    dh: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    eps: float,
+    weight_offset: float,
+    rebuilt: torch.dtype | None,
+    need_dx: bool,
+    need_dweight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    if torch.is_grad_enabled():
+        dx, dweight = Backward.apply(dy, dh, x, weight, rstd, eps, weight_offset, ops)
+    else:
+        dx, dweight = ops.backward(dy, x, rstd, weight, weight_offset, dh, rebuilt, need_dx, need_dweight)
+    return dx if need_dx else None, dweight if need_dweight else None
+
+
+class Backward(torch.autograd.Function):
+    """The backward as a function of dy, dh, x and weight that can be differentiated again, to any order."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        dy: Tensor,
+        dh: Tensor | None,
+        x: Tensor,
+        weight: Tensor | None,
+        rstd: Tensor,
+        eps: float,
+        weight_offset: float,
+        ops: ModuleType,
+    ) -> tuple[Tensor, Tensor | None]:
+        dx, dweight = ops.backward(dy, x, rstd, weight, weight_offset, dh, None, True, weight is not None)
+        ctx.save_for_backward(dy, dh, x, weight)
+        ctx.options = eps, weight_offset
+        return dx, None if weight is None else dweight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            if not again:
+                inputs = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs]
+            dy, dh, x, weight = inputs
+            eps, weight_offset = ctx.options
+            outputs = formula.backward(dy, x, weight, eps, weight_offset, dh)
+            pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None]
+            wanted = [t for t in inputs if t is not None and t.requires_grad]
+            found = iter(
+                torch.autograd.grad(
+                    [o for o, _ in pairs], wanted, [g for _, g in pairs], create_graph=again, allow_unused=True
+                )
+            )
+        needed = [next(found) if t is not None and t.requires_grad else None for t in inputs]
+        return (*needed, None, None, None, None)

@@ -1,0 +1,168 @@
+"""What the public functions accept. Every refusal is a ValueError or TypeError that names what came and what may."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rmsnorm.reference import ROUNDINGS
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_eps(eps: Any, x_dtype: torch.dtype | None = None) -> float:
+    """A finite float; text is converted, None means finfo of the computation dtype, as in torch.nn.RMSNorm."""
+    if eps is None:
+        return torch.finfo(torch.float64 if x_dtype == torch.float64 else torch.float32).eps
+    try:
+        value = float(eps)
+    except (TypeError, ValueError):
+        raise (ValueError if isinstance(eps, str) else TypeError)(
+            f"eps must be a number, text that reads as one, or None, got {eps!r}"
+        ) from None
+    if not math.isfinite(value):
+        raise ValueError(f"eps must be finite, got {eps!r}")
+    return value
+
+
+def check_weight_offset(weight_offset: float) -> float:
+    """A finite float."""
+    if isinstance(weight_offset, str) or not math.isfinite(value := float(weight_offset)):
+        raise ValueError(f"weight_offset must be a finite number, got {weight_offset!r}")
+    return value
+
+
+def check_rounding(rounding: str) -> int:
+    """Its index in `reference.ROUNDINGS`."""
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding must be one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}")
+    return ROUNDINGS.index(rounding)
+
+
+def check_shape(shape: int | Sequence[int], name: str) -> tuple[int, ...]:
+    """At least one dimension, all of them positive."""
+    dims = (shape,) if isinstance(shape, int) else tuple(shape)
+    if not dims or any(isinstance(d, bool) or not isinstance(d, int) or d <= 0 for d in dims):
+        raise ValueError(f"{name} must be a positive integer or a non-empty shape of them, got {shape!r}")
+    return dims
+
+
+def check_tensor(t: Any, name: str) -> None:
+    """A dense floating-point tensor of a dtype we compute in."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+    if t.layout != torch.strided and not t.is_nested:
+        raise TypeError(f"{name} must be dense, got layout {t.layout}")
+    if t.dtype not in _FLOATS:
+        allowed = ", ".join(str(d).removeprefix("torch.") for d in _FLOATS)
+        raise TypeError(f"{name} must be one of {allowed}, got {str(t.dtype).removeprefix('torch.')}")
+
+
+def check_inputs(x: Tensor, weight: Tensor | None, normalized_shape: int | Sequence[int] | None) -> int:
+    """Checks x and weight against each other; returns how many trailing dimensions are normalised."""
+    check_tensor(x, "x")
+    if weight is not None:
+        check_tensor(weight, "weight")
+    if normalized_shape is not None:
+        shape = check_shape(normalized_shape, "normalized_shape")
+        if weight is not None and tuple(weight.shape) != shape:
+            raise ValueError(f"weight must have normalized_shape {shape}, got {tuple(weight.shape)}")
+    elif weight is not None:
+        shape = tuple(weight.shape)
+    else:
+        shape = tuple(x.shape[-1:])
+    if not shape:
+        given = "x" if weight is None else "weight"
+        raise ValueError(f"{given} must have at least one dimension, got a scalar")
+    if tuple(x.shape[-len(shape) :]) != shape:
+        name = "normalized_shape" if normalized_shape is not None else "weight"
+        dims = "dimension" if len(shape) == 1 else f"{len(shape)} dimensions"
+        raise ValueError(
+            f"{name} must have shape {tuple(x.shape[-len(shape) :])} to match x's last {dims}, got {shape} "
+            f"(x has shape {tuple(x.shape)})"
+        )
+    if 0 in shape:
+        raise ValueError(f"the normalised dimensions must not be empty, got x of shape {tuple(x.shape)}")
+    if weight is not None and weight.device != x.device:
+        raise ValueError(f"weight must be on x's device {x.device}, got {weight.device}")
+    return len(shape)
+
+
+def check_residual(x: Tensor, residual: Tensor) -> None:
+    """The same shape, dtype and device as x."""
+    check_tensor(residual, "residual")
+    for what in ("shape", "dtype", "device"):
+        if getattr(x, what) != getattr(residual, what):
+            given, wanted = getattr(residual, what), getattr(x, what)
+            raise ValueError(f"residual must have x's {what} {_plain(wanted)}, got {_plain(given)}")
+
+
+def check_out(out: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> None:
+    """x's shape and device, the result's dtype, and no memory shared with what is still to be read."""
+    check_tensor(out, "out")
+    for what, wanted in (("shape", x.shape), ("dtype", dtype), ("device", x.device)):
+        if getattr(out, what) != wanted:
+            raise ValueError(f"out must have {what} {_plain(wanted)}, got {_plain(getattr(out, what))}")
+    if _overlaps_itself(out):
+        raise ValueError(f"out must not overlap itself, got strides {out.stride()} for shape {tuple(out.shape)}")
+    if not _same_elements(out, x) and _overlap(out, x):
+        raise ValueError("out must be x itself or share no memory with it, got one that overlaps x partly")
+    if weight is not None and _overlap(out, weight):
+        raise ValueError("out must share no memory with weight")
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, torch.Size) else value
+
+
+def _same_elements(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype)
+
+
+def _extent(t: Tensor) -> tuple[int, int]:
+    """First byte, and the byte after the last."""
+    if t.is_contiguous():
+        return t.data_ptr(), t.data_ptr() + t.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+
+def _overlaps_itself(t: Tensor) -> bool:
+    """Whether two elements share memory. Layouts whose dimensions interleave are refused with them."""
+    if t.is_contiguous():
+        return False
+    dims = sorted((stride, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1)
+    reach = 0
+    for stride, size in dims:
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether any byte belongs to both; exact for tensors whose strides are equal, as two slices of one buffer have."""
+    if a.numel() == 0 or b.numel() == 0 or a.device.type == "meta":
+        return False
+    (a_begin, a_end), (b_begin, b_end) = _extent(a), _extent(b)
+    if a_end <= b_begin or b_end <= a_begin:
+        return False
+    if a.shape != b.shape or a.stride() != b.stride() or a.dtype != b.dtype or (a_begin - b_begin) % a.element_size():
+        return True
+    dims = sorted(((stride, size) for size, stride in zip(a.shape, a.stride(), strict=True) if size > 1), reverse=True)
+    return _reaches(abs(a_begin - b_begin) // a.element_size(), dims)
+
+
+def _reaches(distance: int, dims: list[tuple[int, int]]) -> bool:
+    """Whether `distance` is a sum of steps k * stride with |k| < size, one for each dimension."""
+    if not dims:
+        return distance == 0
+    (stride, size), rest = dims[0], dims[1:]
+    if stride == 0:
+        return _reaches(distance, rest)
+    near = distance // stride
+    return any(_reaches(abs(distance - k * stride), rest) for k in (near, near + 1) if k < size)

@@ -1,0 +1,47 @@
+"""RMSNorm as its textbook formula, in ordinary differentiable PyTorch operations.
+
+Derivatives of higher order, functorch transforms, exporters and tensor subclasses take this way: they need operations
+they know. It follows the same roundings as the kernels, and differs from them by the order of its sums alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rmsnorm import reference
+
+
+def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: str) -> Tensor:
+    """y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset), over the last dimension."""
+    compute = reference.compute_dtype(x)
+    wide = x.to(compute)
+    x_hat = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if rounding == "before_scale":
+        x_hat = x_hat.to(x.dtype).to(compute)
+    elif rounding == "weight_dtype" and weight is not None and weight.dtype.itemsize == 2:
+        x_hat = x_hat.to(weight.dtype).to(compute)
+    if weight is not None:
+        x_hat = x_hat * (weight.to(compute) + weight_offset)
+    return x_hat.to(reference.result_dtype(x, weight, rounding))
+
+
+def add(x: Tensor, residual: Tensor) -> Tensor:
+    """h = x + residual, rounded to x's dtype."""
+    return x + residual
+
+
+def backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, dh: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """dx and dweight as functions that can be differentiated again (docs/math.md)."""
+    compute = reference.compute_dtype(x)
+    wide, g = x.to(compute), dy.to(compute)
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    x_hat = wide * rstd
+    u = g if weight is None else g * (weight.to(compute) + weight_offset)
+    dx = rstd * (u - x_hat * (u * x_hat).mean(-1, keepdim=True))
+    if dh is not None:
+        dx = dx + dh.to(compute)
+    dweight = None if weight is None else (g * x_hat).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+    return dx.to(x.dtype), dweight

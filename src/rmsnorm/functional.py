@@ -1,0 +1,207 @@
+"""The public functions: checks, shapes, and which way a call takes.
+
+A call that needs no gradient goes straight to the operator, which refuses what it must not touch; why is found out
+afterwards. One that needs a gradient goes through an `autograd.Function`. What operators do not know (functorch
+transforms, forward-mode differentiation, export, tensor subclasses) gets the formula in ordinary operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from rmsnorm import _ops, autograd, checks, formula, reference
+
+_CODES = {name: index for index, name in enumerate(reference.ROUNDINGS)}
+_forward = torch.ops.rmsnorm.forward.default
+_forward_out = torch.ops.rmsnorm.forward_out.default
+_kernels = torch.ops.rmsnorm
+_grad_enabled = torch.is_grad_enabled
+_PLAIN = (Tensor, torch.nn.Parameter)
+_INF = float("inf")
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+    normalized_shape: int | Sequence[int] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Root mean square normalisation over the trailing dimensions that `weight` spans.
+
+        y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)
+
+    >>> x = torch.tensor([[3.0, 4.0]])
+    >>> rms_norm(x, torch.tensor([1.0, 0.5]))
+    tensor([[0.8485, 0.5657]])
+
+    Args:
+        x: (*, d), float32, bfloat16, float16 or float64, any strides. Computed in float32 (float64 for float64).
+        weight: (d,), or several trailing dimensions of x; any of those dtypes. None means 1.
+        eps: any finite number, or text that reads as one; None means finfo(computation dtype).eps.
+        weight_offset: added to the weight in float32; 1.0 for families that store it as an offset from one (Gemma).
+        rounding: where the value is rounded, and to what:
+            "once": at the end, to x's dtype (Gemma, OLMo 2, torch.nn.RMSNorm);
+            "before_scale": x_hat to x's dtype, then the product to the promotion of x and weight (Llama, Qwen);
+            "weight_dtype": x_hat to the weight's dtype if that has 16 bits, and the product to it (T5).
+        normalized_shape: the trailing dimensions to normalise over, if weight does not say; the last one by default.
+        out: receives the result; may be x itself. For inference: not together with a gradient.
+
+    Returns:
+        y of x's shape, in the dtype that `rounding` says. One row has one answer, whatever computes it
+        (docs/numerics.md).
+
+    Raises:
+        ValueError: shapes, devices or options that do not fit together.
+        TypeError: arguments that are no dense floating-point tensors.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+    if (
+        normalized_shape is None
+        and type(x) in _PLAIN
+        and x.dtype is not torch.float64
+        and (weight is None or (type(weight) in _PLAIN and weight.dim() == 1 and weight.dtype is not torch.float64))
+        and type(eps) is float
+        and -_INF < eps < _INF
+        and rounding in _CODES
+        and not (_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)))
+        and not autograd.transforming()
+    ):
+        try:
+            if out is None:
+                return _forward(x, weight, eps, weight_offset, _CODES[rounding])  # type: ignore[no-any-return]
+            if out is not x:
+                checks.check_out(out, x, weight, reference.result_dtype(x, weight, rounding))
+            if out.dim() and out.stride(-1) == 1:
+                _forward_out(x, weight, eps, weight_offset, _CODES[rounding], out)
+                return out
+        except (RuntimeError, TypeError):
+            checks.check_inputs(x, weight, None)
+            checks.check_weight_offset(weight_offset)
+            raise
+    if out is not None:
+        return _write_out(out, x, weight, eps, weight_offset, rounding, normalized_shape)
+    return normalize(x, None, weight, eps, weight_offset, rounding, normalized_shape)[0]
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+) -> tuple[Tensor, Tensor]:
+    """Adds the residual stream and normalises the sum, in one pass over memory.
+
+        h = x + residual;  y = rms_norm(h, weight, eps)
+
+    >>> y, h = add_rms_norm(torch.tensor([1.0, 2.0]), torch.tensor([2.0, 2.0]))
+    >>> h
+    tensor([3., 4.])
+    >>> torch.equal(y, rms_norm(h))
+    True
+
+    Args:
+        x: (*, d), as for `rms_norm`.
+        residual: the same shape, dtype and device as x.
+        weight, eps, weight_offset, rounding: as for `rms_norm`.
+
+    Returns:
+        y and h, both of x's shape; the bits are those of the two separate steps. h, in x's dtype, is the next residual.
+
+    Raises:
+        ValueError, TypeError: as `rms_norm`; and for a residual that does not match x.
+    """
+    y, h = normalize(x, residual, weight, eps, weight_offset, rounding, None)
+    assert h is not None  # noqa: S101 - for the type checker: a residual was given
+    return y, h
+
+
+def normalize(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float | str | None,
+    weight_offset: float,
+    rounding: str,
+    normalized_shape: int | Sequence[int] | None,
+    memory_efficient: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """y, and h when there is a residual: everything checked, every kind of tensor, gradients included."""
+    dims = checks.check_inputs(x, weight, normalized_shape)
+    if residual is not None:
+        checks.check_residual(x, residual)
+    eps = checks.check_eps(eps, x.dtype)
+    weight_offset = checks.check_weight_offset(weight_offset)
+    code = checks.check_rounding(rounding)
+
+    shape = x.shape
+    if dims > 1:
+        x = x.flatten(-dims)
+        residual = None if residual is None else residual.flatten(-dims)
+        weight = None if weight is None else weight.flatten()
+    y, h = _normalize_rows(x, residual, weight, eps, weight_offset, code, memory_efficient)
+    if dims > 1:
+        y, h = y.reshape(shape), None if h is None else h.reshape(shape)
+    return y, h
+
+
+def _normalize_rows(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    code: int,
+    memory_efficient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    rounding = reference.ROUNDINGS[code]
+    if any(autograd.needs_plain_operations(t) for t in (x, residual, weight)):
+        h = x if residual is None else formula.add(x, residual)
+        return formula.forward(h, weight, eps, weight_offset, rounding), None if residual is None else h
+
+    result = reference.result_dtype(x, weight, rounding)
+    if weight is not None and weight.dtype == torch.float64 != x.dtype:
+        weight = weight.float()
+    ops: ModuleType = _ops if x.dtype == torch.float64 else _kernels
+    options = (eps, weight_offset, code)
+    wanted = _grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual, weight))
+    h = None
+    if residual is not None:
+        if wanted:
+            y, h = autograd.AddRMSNorm.apply(x, residual, weight, *options, ops)
+        else:
+            y, h, _ = ops.add_forward(x, residual, weight, *options)
+    elif wanted:
+        y = autograd.RMSNorm.apply(x, weight, *options, ops, memory_efficient)
+    else:
+        y = ops.forward(x, weight, *options)
+    return y if y.dtype == result else y.to(result), h
+
+
+def _write_out(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    rounding: str,
+    normalized_shape: int | Sequence[int] | None,
+) -> Tensor:
+    """What the fast path does not take: several dimensions, strided columns, float64; and what it refuses."""
+    checks.check_inputs(x, weight, normalized_shape)
+    checks.check_rounding(rounding)
+    checks.check_out(out, x, weight, reference.result_dtype(x, weight, rounding))
+    if _grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, out)):
+        raise ValueError("out is for inference: call under torch.no_grad(), or leave it out where a gradient is needed")
+    return out.copy_(normalize(x, None, weight, eps, weight_offset, rounding, normalized_shape)[0])
