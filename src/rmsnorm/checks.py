@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -12,14 +13,17 @@ from torch import Tensor
 from rmsnorm.reference import ROUNDINGS
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_ALLOWED = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATS)
 
 
 def check_eps(eps: Any, x_dtype: torch.dtype | None = None) -> float:
     """A finite float; text is converted, None means finfo of the computation dtype, as in torch.nn.RMSNorm."""
     if eps is None:
         return torch.finfo(torch.float64 if x_dtype == torch.float64 else torch.float32).eps
+    if isinstance(eps, Tensor) and eps.requires_grad:
+        raise TypeError("eps must be a number, text that reads as one, or None, got a tensor that requires a gradient")
     try:
-        value = float(eps)
+        value = _number(eps)
     except (TypeError, ValueError):
         raise (ValueError if isinstance(eps, str) else TypeError)(
             f"eps must be a number, text that reads as one, or None, got {eps!r}"
@@ -31,35 +35,59 @@ def check_eps(eps: Any, x_dtype: torch.dtype | None = None) -> float:
 
 def check_weight_offset(weight_offset: float) -> float:
     """A finite float."""
-    if isinstance(weight_offset, str) or not math.isfinite(value := float(weight_offset)):
+    try:
+        value = math.nan if isinstance(weight_offset, str) else _number(weight_offset)
+    except (TypeError, ValueError):
+        raise TypeError(f"weight_offset must be a finite number, got {weight_offset!r}") from None
+    if not math.isfinite(value):
         raise ValueError(f"weight_offset must be a finite number, got {weight_offset!r}")
     return value
 
 
+def _number(value: Any) -> float:
+    # A bool in a number's place is an argument out of order, as in RMSNorm(8, True).
+    if isinstance(value, (bool, bytes, bytearray)) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+        raise TypeError
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
 def check_rounding(rounding: str) -> int:
     """Its index in `reference.ROUNDINGS`."""
-    if rounding not in ROUNDINGS:
+    if not isinstance(rounding, str) or rounding not in ROUNDINGS:
         raise ValueError(f"rounding must be one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}")
     return ROUNDINGS.index(rounding)
 
 
 def check_shape(shape: int | Sequence[int], name: str) -> tuple[int, ...]:
     """At least one dimension, all of them positive."""
-    dims = (shape,) if isinstance(shape, int) else tuple(shape)
-    if not dims or any(isinstance(d, bool) or not isinstance(d, int) or d <= 0 for d in dims):
+    dims = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, (str, bytes)) else (shape,)
+    if not dims or not all(_is_integer(d) and d > 0 for d in dims):
         raise ValueError(f"{name} must be a positive integer or a non-empty shape of them, got {shape!r}")
-    return dims
+    return tuple(d if isinstance(d, torch.SymInt) else int(d) for d in dims)
+
+
+def _is_integer(d: Any) -> bool:
+    return isinstance(d, (int, torch.SymInt, Integral)) and not isinstance(d, bool)
+
+
+def check_dtype(dtype: torch.dtype | None, name: str) -> None:
+    """One that we compute in."""
+    if dtype is not None and dtype not in _FLOATS:
+        raise TypeError(f"{name} must be one of {_ALLOWED}, got {str(dtype).removeprefix('torch.')}")
 
 
 def check_tensor(t: Any, name: str) -> None:
     """A dense floating-point tensor of a dtype we compute in."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+    if t.is_nested and t.layout == torch.strided:
+        raise TypeError(f"{name} must be dense, or nested with layout torch.jagged, got nested with torch.strided")
     if t.layout != torch.strided and not t.is_nested:
         raise TypeError(f"{name} must be dense, got layout {t.layout}")
-    if t.dtype not in _FLOATS:
-        allowed = ", ".join(str(d).removeprefix("torch.") for d in _FLOATS)
-        raise TypeError(f"{name} must be one of {allowed}, got {str(t.dtype).removeprefix('torch.')}")
+    check_dtype(t.dtype, name)
 
 
 def check_inputs(x: Tensor, weight: Tensor | None, normalized_shape: int | Sequence[int] | None) -> int:
@@ -87,9 +115,14 @@ def check_inputs(x: Tensor, weight: Tensor | None, normalized_shape: int | Seque
         )
     if 0 in shape:
         raise ValueError(f"the normalised dimensions must not be empty, got x of shape {tuple(x.shape)}")
+    check_device(x, weight)
+    return len(shape)
+
+
+def check_device(x: Tensor, weight: Tensor | None) -> None:
+    """One for both."""
     if weight is not None and weight.device != x.device:
         raise ValueError(f"weight must be on x's device {x.device}, got {weight.device}")
-    return len(shape)
 
 
 def check_residual(x: Tensor, residual: Tensor) -> None:

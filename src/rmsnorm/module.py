@@ -33,6 +33,7 @@ class RMSNorm(nn.Module):
 
     Raises:
         ValueError: a dim or eps that is not positive, an eps that is not finite, an unknown rounding.
+        TypeError: an eps that is no number, a dtype that is not floating-point.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
@@ -60,6 +61,7 @@ class RMSNorm(nn.Module):
         self.elementwise_affine = elementwise_affine
         self.weight_offset = checks.check_weight_offset(weight_offset)
         checks.check_rounding(rounding)
+        checks.check_dtype(dtype, "dtype")
         self.rounding = rounding
         self.memory_efficient = memory_efficient
         self.sequence_parallel = sequence_parallel
