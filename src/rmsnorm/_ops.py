@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm import reference
+from rmsnorm import checks, reference
 
 _SCHEMAS = """
 forward(Tensor x, Tensor? weight, float eps, float weight_offset, int rounding) -> Tensor
@@ -64,6 +64,7 @@ def _load() -> Status:
 
 
 def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: int) -> Tensor:
+    checks.check_inputs(x, weight, None)  # as the kernel does: plain PyTorch would broadcast, truncate and go on
     return reference.forward(x, weight, eps, weight_offset, reference.ROUNDINGS[rounding])[0]
 
 
@@ -108,6 +109,8 @@ def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _fake_forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: int) -> Tensor:
+    # The dispatcher comes here when any argument is on the meta device.
+    checks.check_device(x, weight)
     return _like(x, reference.result_dtype(x, weight, reference.ROUNDINGS[rounding]))
 
 
@@ -121,8 +124,8 @@ def _fake_forward_train(
     return _fake_forward(x, weight, eps, weight_offset, rounding), _rstd_like(x)
 
 
-def _fake_forward_out(*_: Any) -> None:
-    return None
+def _fake_forward_out(x: Tensor, weight: Tensor | None, *_: Any) -> None:
+    checks.check_device(x, weight)
 
 
 def _fake_add_forward(

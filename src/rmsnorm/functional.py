@@ -20,6 +20,7 @@ _forward = torch.ops.rmsnorm.forward.default
 _forward_out = torch.ops.rmsnorm.forward_out.default
 _kernels = torch.ops.rmsnorm
 _grad_enabled = torch.is_grad_enabled
+_count_change = torch.autograd.graph.increment_version  # the operator does not: see autograd's check of what it saved
 _PLAIN = (Tensor, torch.nn.Parameter)
 _INF = float("inf")
 
@@ -70,7 +71,9 @@ def rms_norm(
         and x.dtype is not torch.float64
         and (weight is None or (type(weight) in _PLAIN and weight.dim() == 1 and weight.dtype is not torch.float64))
         and type(eps) is float
-        and -_INF < eps < _INF
+        and type(weight_offset) is float
+        and -_INF < eps + weight_offset < _INF  # so is each of them
+        and type(rounding) is str
         and rounding in _CODES
         and not (_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)))
         and not autograd.transforming()
@@ -78,14 +81,13 @@ def rms_norm(
         try:
             if out is None:
                 return _forward(x, weight, eps, weight_offset, _CODES[rounding])  # type: ignore[no-any-return]
-            if out is not x:
-                checks.check_out(out, x, weight, reference.result_dtype(x, weight, rounding))
-            if out.dim() and out.stride(-1) == 1:
+            checks.check_out(out, x, weight, reference.result_dtype(x, weight, rounding))
+            if out.dim() and out.stride(-1) == 1 and not (out.is_neg() or (_grad_enabled() and out.requires_grad)):
                 _forward_out(x, weight, eps, weight_offset, _CODES[rounding], out)
+                _count_change((out,))
                 return out
         except (RuntimeError, TypeError):
             checks.check_inputs(x, weight, None)
-            checks.check_weight_offset(weight_offset)
             raise
     if out is not None:
         return _write_out(out, x, weight, eps, weight_offset, rounding, normalized_shape)
@@ -122,6 +124,7 @@ def add_rms_norm(
     Raises:
         ValueError, TypeError: as `rms_norm`; and for a residual that does not match x.
     """
+    checks.check_tensor(residual, "residual")  # `normalize` takes None for none
     y, h = normalize(x, residual, weight, eps, weight_offset, rounding, None)
     assert h is not None  # noqa: S101 - for the type checker: a residual was given
     return y, h
