@@ -33,7 +33,7 @@ def check_eps(eps: Any, x_dtype: torch.dtype | None = None) -> float:
     return value
 
 
-def check_weight_offset(weight_offset: float) -> float:
+def check_weight_offset(weight_offset: Any) -> float:
     """A finite float."""
     try:
         value = math.nan if isinstance(weight_offset, str) else _number(weight_offset)
@@ -61,12 +61,12 @@ def check_rounding(rounding: str) -> int:
     return ROUNDINGS.index(rounding)
 
 
-def check_shape(shape: int | Sequence[int], name: str) -> tuple[int, ...]:
+def check_shape(shape: Any, name: str) -> tuple[int, ...]:
     """At least one dimension, all of them positive."""
     dims = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, (str, bytes)) else (shape,)
     if not dims or not all(_is_integer(d) and d > 0 for d in dims):
         raise ValueError(f"{name} must be a positive integer or a non-empty shape of them, got {shape!r}")
-    return tuple(d if isinstance(d, torch.SymInt) else int(d) for d in dims)
+    return tuple(d if isinstance(d, torch.SymInt) else int(d) for d in dims)  # type: ignore[misc]
 
 
 def _is_integer(d: Any) -> bool:

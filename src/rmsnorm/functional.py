@@ -169,9 +169,11 @@ def _normalize_rows(
     memory_efficient: bool,
 ) -> tuple[Tensor, Tensor | None]:
     rounding = reference.ROUNDINGS[code]
+    h: Tensor | None = None
     if any(autograd.needs_plain_operations(t) for t in (x, residual, weight)):
-        h = x if residual is None else formula.add(x, residual)
-        return formula.forward(h, weight, eps, weight_offset, rounding), None if residual is None else h
+        if residual is not None:
+            x = h = formula.add(x, residual)
+        return formula.forward(x, weight, eps, weight_offset, rounding), h
 
     result = reference.result_dtype(x, weight, rounding)
     if weight is not None and weight.dtype == torch.float64 != x.dtype:
@@ -179,7 +181,6 @@ def _normalize_rows(
     ops: ModuleType = _ops if x.dtype == torch.float64 else _kernels
     options = (eps, weight_offset, code)
     wanted = _grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual, weight))
-    h = None
     if residual is not None:
         if wanted:
             y, h = autograd.AddRMSNorm.apply(x, residual, weight, *options, ops)
