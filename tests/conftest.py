@@ -1,0 +1,39 @@
+"""What the tests share as fixtures. Plain functions are in bits.py and rows.py."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tests import bits
+
+
+@pytest.fixture(scope="session")
+def bits_equal():
+    """`bits_equal(a, b)`: the same dtype, shape and bit patterns, with NaN equal to NaN."""
+    return bits.bits_equal
+
+
+@pytest.fixture(scope="session")
+def assert_bits_equal():
+    """`assert_bits_equal(a, b)`, which says where the first difference is."""
+
+    def check(actual, expected):
+        assert (found := bits.difference(actual, expected)) is None, found
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def with_threads():
+    """In `with with_threads(n):` torch uses n threads inside, and as many as before afterwards."""
+
+    @contextmanager
+    def use(n):
+        before = torch.get_num_threads()
+        torch.set_num_threads(n)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    return use

@@ -1,0 +1,262 @@
+"""Calls of the operators and what the reference gives for them.
+
+They are made once and saved, because the reference is the slow side and each instruction set needs a process of its
+own (kernel_worker.py). Views that share memory still do when they are loaded: `torch.save` keeps strides and storage.
+"""
+
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from tests.rows import DTYPES, ROWS, WIDTHS, all_rows, finite_rows, generator, random_rows, special_weight
+
+from rmsnorm import reference
+
+NORMALIZE, ADD, BACKWARD, REBUILD = "normalize", "add", "backward", "rebuild"
+ROUNDINGS = range(len(reference.ROUNDINGS))
+WEIGHTS = (None, *DTYPES)
+SHORT = tuple(width for width in WIDTHS if width <= 127)
+SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. `op` says which operators it stands for and what `arguments` are; see kernel_worker.py."""
+
+    name: str
+    op: str
+    arguments: tuple
+    expected: tuple
+
+
+def normalize_case(name, x, weight, eps=1e-6, offset=0.0, rounding=0):
+    expected = reference.forward(x, weight, eps, offset, reference.ROUNDINGS[rounding])
+    return Case(
+        f"{name} {describe(x, weight, offset, rounding)}", NORMALIZE, (x, weight, eps, offset, rounding), expected
+    )
+
+
+def add_case(name, x, residual, weight, eps=1e-6, offset=0.0, rounding=0):
+    expected = reference.add_forward(x, residual, weight, eps, offset, reference.ROUNDINGS[rounding])
+    arguments = (x, residual, weight, eps, offset, rounding)
+    return Case(f"{name} {describe(x, weight, offset, rounding)}", ADD, arguments, expected)
+
+
+def backward_case(name, dy, x, weight, offset=0.0, dh=None, eps=1e-6):
+    rstd = reference.forward(x, weight, eps, offset, "once")[1]
+    expected = reference.backward(dy, x, rstd, weight, offset, dh)
+    name = f"{name} {describe(x, weight, offset)} dy={short(dy.dtype)} dh={dh is not None}"
+    return Case(name, BACKWARD, (dy, x, rstd, weight, offset, dh), expected)
+
+
+def rebuild_case(name, x, weight, offset=0.0, rounding=0, eps=1e-6, dh=None):
+    y, rstd = reference.forward(x, weight, eps, offset, reference.ROUNDINGS[rounding])
+    dy = random_rows(1, x.shape[-1], y.dtype, 1)[0].expand(x.shape)
+    rebuilt = reference.rebuild(y, rstd, weight, offset, x.dtype)
+    expected = reference.backward(dy, rebuilt, rstd, weight, offset, dh)
+    name = f"{name} {describe(x, weight, offset, rounding)} dh={dh is not None}"
+    return Case(name, REBUILD, (dy, y, rstd, weight, offset, dh, x.dtype), expected)
+
+
+def short(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def describe(x, weight, offset, rounding=0):
+    kind = "none" if weight is None else short(weight.dtype)
+    return f"{tuple(x.shape)} x={short(x.dtype)} weight={kind} offset={offset} {reference.ROUNDINGS[rounding]}"
+
+
+def plain_weight(width, dtype, seed=3):
+    """Around 1, so that gains neither vanish nor hide what is multiplied by them."""
+    return None if dtype is None else (1 + 0.3 * torch.randn(width, generator=generator(seed))).to(dtype)
+
+
+# ---------------------------------------------------------------- the groups
+
+
+def every_pair_of_dtypes():
+    for width, x_dtype, w_dtype in product(WIDTHS, DTYPES, WEIGHTS):
+        x = all_rows(width, x_dtype, seed=width)
+        weight = plain_weight(width, w_dtype)
+        for rounding in ROUNDINGS if weight is not None else (0,):
+            yield normalize_case("all rows", x, weight, rounding=rounding)
+        if weight is not None:
+            yield normalize_case("offset", x, weight, offset=1.0, rounding=width % 3)
+            yield normalize_case("odd offset", x[:3], weight, offset=0.1)
+
+
+def row_counts():
+    for width, rows, x_dtype in product(WIDTHS, ROWS, DTYPES):
+        x = random_rows(rows, width, x_dtype, seed=rows)
+        yield normalize_case("rows", x, plain_weight(width, x_dtype if width % 2 else SINGLE))
+    yield normalize_case("one dimension", random_rows(1, 100, SINGLE, 1)[0], None)
+    yield normalize_case("nothing", torch.empty(3, 0, 5, 8, dtype=BRAIN), plain_weight(8, BRAIN))
+
+
+def unusual_weights_and_eps():
+    for width, x_dtype, w_dtype in product(WIDTHS, DTYPES, DTYPES):
+        x = all_rows(width, x_dtype, seed=width + 1)
+        weight = special_weight(width, w_dtype, seed=width)
+        for rounding, offset in ((0, 0.0), (1, 1.0), (2, 0.0)):
+            yield normalize_case("special weight", x, weight, offset=offset, rounding=rounding)
+    for width, x_dtype, eps in product((7, 33, 1000), DTYPES, (0.0, 1e-300, 1e-12, 1e-5, 3.0, 1e30, 1e300)):
+        x = all_rows(width, x_dtype, seed=width + 2)
+        yield normalize_case(f"eps={eps}", x, plain_weight(width, x_dtype), eps=eps)
+
+
+def fused_add():
+    for width, x_dtype in product(WIDTHS, DTYPES):
+        x = all_rows(width, x_dtype, seed=width + 3)
+        for shift, w_dtype in enumerate(WEIGHTS if width in SHORT else (None, x_dtype)):
+            # Another kind of row meets each, and one negative of itself.
+            residual = x.roll(shift + 1, 0)
+            residual[0] = -x[0]
+            yield add_case("add", x, residual, plain_weight(width, w_dtype), rounding=shift % 3)
+    for rows, x_dtype in product((0, 1, 257), DTYPES):
+        x, residual = random_rows(rows, 127, x_dtype, 1), random_rows(rows, 127, x_dtype, 2)
+        yield add_case("add", x, residual, plain_weight(127, SINGLE), offset=1.0)
+
+
+def gradients():
+    for width, x_dtype, dy_dtype, w_dtype in product(WIDTHS, DTYPES, DTYPES, WEIGHTS):
+        if width not in SHORT and (dy_dtype not in (x_dtype, SINGLE) or w_dtype not in (None, SINGLE, x_dtype)):
+            continue
+        # Finite rows of every kind, and dy of order one: then x_hat is too, and every row counts in dweight.
+        x = finite_rows(width, x_dtype, seed=width + 4)
+        dy = random_rows(len(x), width, dy_dtype, seed=width)
+        dh = random_rows(len(x), width, x_dtype, seed=width + 1)
+        weight, offset = plain_weight(width, w_dtype), float(width % 2)
+        yield backward_case("gradients", dy, x, weight, offset)
+        yield backward_case("gradients", dy, x, weight, offset, dh)
+
+
+def gradients_of_any_values():
+    for width, x_dtype in product(WIDTHS, DTYPES):
+        x = all_rows(width, x_dtype, seed=width + 5)
+        for shift, dy_dtype, weight in (
+            (0, x_dtype, None),
+            (5, SINGLE, plain_weight(width, x_dtype)),
+            (11, BRAIN, plain_weight(width, SINGLE)),
+            (1, HALF, special_weight(width, BRAIN)),
+        ):
+            dy = all_rows(width, dy_dtype, seed=width + 6).roll(shift, 0)
+            dh = x.roll(-shift, 0) if shift % 2 else None
+            yield backward_case(f"any values {shift}", dy, x, weight, dh=dh)
+            finite = dy.isfinite().all(-1) & x.isfinite().all(-1)  # else every column of dweight is NaN
+            yield backward_case(f"any finite values {shift}", dy[finite], x[finite], weight)
+
+
+def gradients_of_row_counts():
+    # 257 rows are 9 blocks of dweight; 8223 are 250 of 33 rows, where blocks of 32 would be 257.
+    shapes = [*product(WIDTHS, ROWS), (5, 31), (5, 32), (5, 33), (9, 8192), (9, 8223), (33, 1000)]
+    for index, (width, rows) in enumerate(shapes):
+        x_dtype, dy_dtype = DTYPES[index % 3], DTYPES[(index // 3) % 3]
+        x, dy = random_rows(rows, width, x_dtype, seed=index), random_rows(rows, width, dy_dtype, seed=index + 1)
+        yield backward_case("rows", dy, x, plain_weight(width, WEIGHTS[index % 4]), offset=float(index % 2))
+
+
+def rebuilding_x():
+    for width, x_dtype, w_dtype in product(WIDTHS, DTYPES, WEIGHTS):
+        if width not in SHORT and w_dtype not in (None, x_dtype):
+            continue
+        x = finite_rows(width, x_dtype, seed=width + 7)
+        weight = plain_weight(width, w_dtype)
+        for rounding in ROUNDINGS if width in SHORT and weight is not None else (0,):
+            dh = random_rows(len(x), width, x_dtype, 1) if rounding == 1 else None
+            yield rebuild_case("rebuild", x, weight, float(width % 2), rounding, dh=dh)
+        yield rebuild_case("any values", all_rows(width, x_dtype, seed=width + 8), weight)
+
+
+def layouts():
+    """Every way in which rows can lie in memory; dy, dh, residual and x each in each of them."""
+    for dtype, (name, view) in product(DTYPES, STRIDES.items()):
+        x, other, third = (view(seed, dtype) for seed in (1, 2, 3))
+        weight = plain_weight(x.shape[-1], SINGLE)
+        strided_weight = plain_weight(2 * x.shape[-1], dtype)[::2]
+        yield normalize_case(name, x, strided_weight)
+        yield add_case(f"{name} twice", x, other, weight)
+        yield add_case(f"{name} x", x, other.contiguous(), weight)
+        yield add_case(f"{name} residual", x.contiguous(), other, weight)
+        yield backward_case(f"{name} dy", other, x.contiguous(), weight)
+        yield backward_case(f"{name} x", other.contiguous(), x, strided_weight)
+        yield backward_case(f"{name} dh", other.contiguous(), x.contiguous(), weight, dh=third)
+        yield backward_case(f"{name} all", other, x, weight, dh=third)
+        yield rebuild_case(name, x, weight)
+
+
+def _base(seed, dtype, *shape):
+    return torch.randn(*shape, generator=generator(seed)).to(dtype)
+
+
+def _offset(seed, dtype, elements):
+    """Rows that begin at an odd address: `elements` past an aligned one."""
+    return _base(seed, dtype, elements + 6 * 33)[elements:].view(6, 33)
+
+
+def _unmergeable(seed, dtype):
+    """Nine leading dimensions, no two of which make one: each is cut out of a larger one."""
+    return _base(seed, dtype, *[3] * 9, 5)[(slice(0, 2),) * 9]
+
+
+STRIDES = {
+    "slice of a fused projection": lambda s, t: _base(s, t, 5, 96)[:, 32:64].unflatten(1, (2, 16)),
+    "heads of a fused projection": lambda s, t: _base(s, t, 2, 9, 3, 4, 40)[:, :, s % 3],
+    "heads before positions": lambda s, t: _base(s, t, 2, 9, 4, 40).transpose(1, 2),
+    "transposed batch": lambda s, t: _base(s, t, 7, 5, 33).transpose(0, 1),
+    "reversed dimensions": lambda s, t: _base(s, t, 3, 4, 5, 17).permute(2, 1, 0, 3),
+    "expanded rows": lambda s, t: _base(s, t, 1, 40).expand(9, 40),
+    "expanded outer dimension": lambda s, t: _base(s, t, 6, 40).expand(3, 6, 40),
+    "expanded columns": lambda s, t: _base(s, t, 6, 1).expand(6, 40),
+    "every second column": lambda s, t: _base(s, t, 6, 80)[:, ::2],
+    "transposed matrix": lambda s, t: _base(s, t, 33, 6).t(),
+    "every second row": lambda s, t: _base(s, t, 12, 33)[::2],
+    "overlapping windows": lambda s, t: _base(s, t, 200).unfold(0, 33, 5),
+    "one column": lambda s, t: _base(s, t, 6, 9)[:, 3:4],
+    "one column, odd stride": lambda s, t: _base(s, t, 6, 9).as_strided((6, 1), (9, 7), 2),
+    "offset by one": lambda s, t: _offset(s, t, 1),
+    "offset by three": lambda s, t: _offset(s, t, 3),
+    "nine dimensions that do not merge": _unmergeable,
+    "seven dimensions that do not merge": lambda s, t: _unmergeable(s, t)[0, 1],
+    "dimensions of size one": lambda s, t: _base(s, t, 1, 6, 1, 33).transpose(0, 2),
+    "one row": lambda s, t: _base(s, t, 1000),
+    "no rows, strided": lambda s, t: _base(s, t, 4, 0, 33).transpose(0, 1),
+}
+
+
+def many_elements():
+    """Enough for several threads, in shapes that divide unevenly; the worker runs these with 1, 2 and 3."""
+    for index, (shape, dtype) in enumerate(product(((67, 1000), (3, 65537), (5000, 33), (1, 131072)), DTYPES)):
+        x, residual, dy = (_base(seed, dtype, *shape) for seed in (1, 2, 3))
+        weight = plain_weight(shape[-1], WEIGHTS[index % 4])
+        yield normalize_case("threads", x, weight)
+        yield add_case("threads", x, residual, weight)
+        yield backward_case("threads", dy, x, weight, dh=residual if index % 2 else None)
+        yield rebuild_case("threads", x, weight)
+    x = _base(1, BRAIN, 40, 3, 6, 500)[:, 1].transpose(0, 1)
+    yield normalize_case("threads, strided", x, plain_weight(500, BRAIN))
+    yield backward_case("threads, strided", x.roll(1, 1), x, plain_weight(500, BRAIN))
+
+
+GROUPS = {
+    function.__name__: function
+    for function in (
+        every_pair_of_dtypes,
+        row_counts,
+        unusual_weights_and_eps,
+        fused_add,
+        gradients,
+        gradients_of_any_values,
+        gradients_of_row_counts,
+        rebuilding_x,
+        layouts,
+        many_elements,
+    )
+}
+
+
+def save(directory):
+    """Writes the cases of each group to `directory`/<group>.pt."""
+    for group, cases in GROUPS.items():
+        found = [(case.name, case.op, case.arguments, case.expected) for case in cases()]
+        torch.save(found, directory / f"{group}.pt")
