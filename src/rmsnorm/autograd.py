@@ -37,6 +37,14 @@ def _is_fake(t: Tensor) -> bool:
     return isinstance(t, (torch._subclasses.FakeTensor, torch._subclasses.functional_tensor.FunctionalTensor))
 
 
+# The older vmap, of `is_grads_batched` and `vectorize=True`; its name has no member in torch._C.DispatchKey.
+_BATCHED = torch._C._parse_dispatch_key("Batched")
+
+
+def _is_batched(t: Tensor | None) -> bool:
+    return t is not None and bool(torch._C._dispatch_keys(t).has(_BATCHED))
+
+
 def invertible(weight: Tensor | None, weight_offset: float) -> bool:
     """Whether x can be rebuilt from y: no gain is zero or nearly so."""
     if weight is None:
@@ -125,7 +133,11 @@ def _backward(
     need_dx: bool,
     need_dweight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    if torch.is_grad_enabled():
+    again = torch.is_grad_enabled()
+    if (again or x.dtype == torch.float64) and (_is_batched(dy) or _is_batched(dh)):
+        # `Backward` would lose the graph here, and the reference reads bits, which has no batching rule.
+        dx, dweight = formula.backward(dy, x, weight, eps, weight_offset, dh)
+    elif again:
         dx, dweight = Backward.apply(dy, dh, x, weight, rstd, eps, weight_offset, ops)
     else:
         dx, dweight = ops.backward(dy, x, rstd, weight, weight_offset, dh, rebuilt, need_dx, need_dweight)
