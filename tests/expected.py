@@ -53,8 +53,8 @@ def exact(x, weight=None, eps=1e-6, weight_offset=0.0):
 def y_bound(y, x, weight=None, eps=1e-6, weight_offset=0.0, rounding="once"):
     """How far each element of y may lie from exact arithmetic.
 
-    rstd, x_hat, the gain where an offset is added or float64 narrowed, and the product are rounded once each; then comes
-    the rounding to y's dtype. `rounding` may round x_hat once more.
+    rstd, x_hat, the product, and the gain where an offset is added or float64 narrowed are rounded once each; then
+    comes the rounding to y's dtype. `rounding` may round x_hat once more.
     """
     compute = reference.compute_dtype(x)
     roundings = U[compute] * (2 + (weight is not None) * (1 + (weight_offset != 0)))
