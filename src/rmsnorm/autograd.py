@@ -38,7 +38,7 @@ def _is_fake(t: Tensor) -> bool:
 
 
 # The older vmap, of `is_grads_batched` and `vectorize=True`; its name has no member in torch._C.DispatchKey.
-_BATCHED = torch._C._parse_dispatch_key("Batched")
+_BATCHED: Any = torch._C._parse_dispatch_key("Batched")
 
 
 def _is_batched(t: Tensor | None) -> bool:
