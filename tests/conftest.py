@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+
 from tests import bits
 
 
@@ -25,7 +26,7 @@ def assert_bits_equal():
 
 @pytest.fixture(scope="session")
 def with_threads():
-    """In `with with_threads(n):` torch uses n threads inside, and as many as before afterwards."""
+    """A context manager, given n: torch uses n threads inside, and as many as before afterwards."""
 
     @contextmanager
     def use(n):
