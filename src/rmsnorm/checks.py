@@ -20,8 +20,6 @@ def check_eps(eps: Any, x_dtype: torch.dtype | None = None) -> float:
     """A finite float; text is converted, None means finfo of the computation dtype, as in torch.nn.RMSNorm."""
     if eps is None:
         return torch.finfo(torch.float64 if x_dtype == torch.float64 else torch.float32).eps
-    if isinstance(eps, Tensor) and eps.requires_grad:
-        raise TypeError("eps must be a number, text that reads as one, or None, got a tensor that requires a gradient")
     try:
         value = _number(eps)
     except (TypeError, ValueError):
@@ -45,8 +43,10 @@ def check_weight_offset(weight_offset: Any) -> float:
 
 
 def _number(value: Any) -> float:
-    # A bool in a number's place is an argument out of order, as in RMSNorm(8, True).
-    if isinstance(value, (bool, bytes, bytearray)) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+    # A bool in a number's place is an argument out of order, as in RMSNorm(8, True). Options have no gradient.
+    if isinstance(value, (bool, bytes, bytearray)):
+        raise TypeError
+    if isinstance(value, Tensor) and (value.dtype == torch.bool or value.requires_grad):
         raise TypeError
     try:
         return float(value)

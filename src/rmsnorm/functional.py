@@ -124,7 +124,8 @@ def add_rms_norm(
     Raises:
         ValueError, TypeError: as `rms_norm`; and for a residual that does not match x.
     """
-    checks.check_tensor(residual, "residual")  # `normalize` takes None for none
+    if residual is None:  # to `normalize` that is no residual
+        checks.check_residual(x, residual)  # type: ignore[unreachable]
     y, h = normalize(x, residual, weight, eps, weight_offset, rounding, None)
     assert h is not None  # noqa: S101 - for the type checker: a residual was given
     return y, h
