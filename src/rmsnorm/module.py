@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,10 +68,29 @@ class RMSNorm(nn.Module):
         self.sequence_parallel = sequence_parallel
         if elementwise_affine:
             self.weight = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
-            self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
         else:
             self.register_parameter("weight", None)
         self.reset_parameters()
+
+    # PyTorch makes a new parameter, without the attributes of the old, where it copies, unpickles, moves or assigns.
+
+    def _mark_weight(self) -> None:
+        weight = self._parameters.get("weight")
+        if weight is not None:
+            weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._mark_weight()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark_weight()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RMSNorm:
+        super()._apply(fn, recurse)
+        self._mark_weight()
+        return self
 
     def reset_parameters(self) -> None:
         """The gain, weight + weight_offset, starts at one."""
