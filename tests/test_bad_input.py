@@ -1,4 +1,4 @@
-"""What does not fit is refused with a ValueError or TypeError that names what came and what may, before anything is done.
+"""What does not fit is refused, with a ValueError or TypeError that says what came and what may, before anything else.
 
 test_fallback.py runs this file again without the compiled library.
 """
@@ -116,7 +116,7 @@ def test_module_of_another_size(dim):
 def test_no_dimension_and_no_elements_to_normalise():
     check_refused(torch.tensor(1.0), None, ValueError, "must", "got")
     check_refused(torch.tensor(1.0), torch.ones(1), ValueError, "weight must have", "got (1,)")
-    check_refused(torch.ones(4, 8), torch.tensor(1.0), ValueError, "weight must have at least one dimension", "scalar")
+    check_refused(torch.ones(4, 8), torch.tensor(1.0), ValueError, "weight must have", "got")
     for shape in ((4, 0), (0,), (0, 0), (2, 3, 0)):
         x = torch.ones(shape)
         with refused(ValueError, "must not be empty", str(shape)):
@@ -188,26 +188,25 @@ def test_dtypes_that_are_not_computed_in(dtype):
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 @pytest.mark.parametrize("convert", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
 def test_layouts_that_are_not_dense(convert):
-    x = torch.ones(4, 8)
     if convert == "to_mkldnn" and not torch.backends.mkldnn.is_available():
-        weights, others = [], []
-    else:
-        others = [getattr(x, convert)()]
-        weights = [] if convert == "to_sparse_csr" else [getattr(torch.ones(8), convert)()]
-    for other in others:
-        layout = str(other.layout)
-        for call in (lambda: rms_norm(other), lambda: add_rms_norm(other, other), lambda: RMSNorm(8)(other)):
-            with refused(TypeError, "x must be dense", layout):
+        pytest.skip("this PyTorch has no such layout")
+    x = torch.ones(4, 8)
+    other = getattr(x, convert)()
+    layout = str(other.layout)
+    for call in (lambda: rms_norm(other), lambda: add_rms_norm(other, other), lambda: RMSNorm(8)(other)):
+        with refused(TypeError, "x must be dense", layout):
+            call()
+    with refused(TypeError, "residual must be dense", layout):
+        add_rms_norm(x, other)
+    with refused(TypeError, "out must be dense", layout):
+        rms_norm(x, out=other)
+    if convert == "to_sparse_csr":
+        return  # has no vectors
+    weight = getattr(torch.ones(8), convert)()
+    for name, call in every_way(x, weight):
+        if "module" not in name:  # it holds no such parameter
+            with refused(TypeError, "weight must be dense", layout):
                 call()
-        with refused(TypeError, "residual must be dense", layout):
-            add_rms_norm(x, other)
-        with refused(TypeError, "out must be dense", layout):
-            rms_norm(x, out=other)
-    for weight in weights:
-        for name, call in every_way(x, weight):
-            if "module" not in name:
-                with refused(TypeError, "weight must be dense", str(weight.layout)):
-                    call()
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
@@ -354,7 +353,7 @@ def takers(**option):
 
     def untouched():
         assert (out == MARK).all()
-        raise ValueError(f"{[*option][0]} {[*option.values()][0]!r}")
+        raise ValueError(f"{option}")
 
     yield untouched
 
@@ -616,7 +615,7 @@ def test_meta_tensors_have_shapes_and_no_data():
 
 
 def test_what_does_not_fit_into_memory_is_an_error_and_not_a_crash():
-    with pytest.raises(RuntimeError, match="allocate memory|empty_strided"):
+    with pytest.raises(RuntimeError, match=r"allocate memory|empty_strided"):
         rms_norm(torch.ones(1, 1).expand(2**45, 8))
 
 
