@@ -29,6 +29,7 @@ struct Forward {
     double eps;
     Dtype x_type, y_type;  // residual and h have x's type
     Dtype x_hat_type;      // x_hat is rounded to this before the gain; f32 means not at all
+    bool stream;           // y goes past the cache; its rows then start and end at multiples of 64 bytes
 };
 
 // The rows of one block: dx of each row, and their terms of dweight added to `dweight` in row order.

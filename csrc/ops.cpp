@@ -22,6 +22,7 @@
 
 #ifdef __linux__
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace {
@@ -185,6 +186,27 @@ Dtype x_hat_dtype(Dtype x, const std::optional<Tensor>& weight, int64_t rounding
     return rounding == weight_dtype && weight ? dtype_of(*weight) : Dtype::f32;
 }
 
+int64_t last_cache_bytes() {
+    static const int64_t bytes = [] {
+        long found = 0;
+#ifdef _SC_LEVEL3_CACHE_SIZE
+        found = sysconf(_SC_LEVEL3_CACHE_SIZE);
+#endif
+        return found > 0 ? int64_t(found) : int64_t(32) << 20;
+    }();
+    return bytes;
+}
+
+// Whether y is written past the cache: it would not stay there anyway, and its old contents need not be read.
+// Its rows must begin and end at cache lines.
+bool past_the_cache(const Tensor& x, const Tensor& y, Dtype y_type) {
+    const int64_t y_size = rmsnorm::size_of(y_type), cols = y.size(y.dim() - 1);
+    if (x.numel() * (int64_t(x.element_size()) + y_size) <= last_cache_bytes()) return false;
+    bool aligned = reinterpret_cast<uintptr_t>(y.data_ptr()) % 64 == 0 && cols * y_size % 64 == 0;
+    for (int64_t d = 0; d < y.dim() - 1; ++d) aligned = aligned && y.stride(d) * y_size % 64 == 0;
+    return aligned && x.data_ptr() != y.data_ptr();
+}
+
 Rows rows_of(const Tensor& t, Dtype dtype, const Layout::Run& run, int which) {
     char* data = static_cast<char*>(t.data_ptr());
     return {data + run.offset[which] * rmsnorm::size_of(dtype), run.stride[which]};
@@ -218,6 +240,7 @@ void normalize(const Tensor& x_given, const Tensor* residual_given, const std::o
     call.x_type = x_type;
     call.y_type = y_type;
     call.x_hat_type = x_hat_dtype(x_type, weight, rounding);
+    call.stream = past_the_cache(x, y, y_type);
     float* const rstd_data = rstd ? static_cast<float*>(rstd->data_ptr()) : nullptr;
     auto task = [&](int64_t begin, int64_t end) {
         layout.for_each_run(begin, end, [&](const Layout::Run& run) {

@@ -1,0 +1,114 @@
+// The forward of rows, plain and with a residual, over the vocabulary of one instruction set.
+#pragma once
+
+#include "fixed_sum.h"
+
+namespace {
+
+using rmsnorm::Forward;
+
+// Rows go through each step together, so that the scalar work of one hides behind that of the others, as long
+// as they stay in the first-level cache between the steps.
+constexpr int64_t forward_batch = 8;
+constexpr int64_t forward_batch_bytes = 16384;
+
+// h = x + residual; the largest magnitude of h.
+template <class X>
+float add_row(const X* x, const X* residual, X* h, int64_t cols) {
+    Bits a = no_bits(), b = a;
+    int64_t i = 0;
+    for (; i + 2 * N <= cols; i += 2 * N) {
+        F32 p = add(load(x + i), load(residual + i)), q = add(load(x + i + N), load(residual + i + N));
+        store2(h + i, p, q);
+        a = max_bits(a, round_to(p, X{}));
+        b = max_bits(b, round_to(q, X{}));
+    }
+    for (; i < cols; i += N) {
+        int64_t n = cols - i < N ? cols - i : N;
+        F32 p = add(load(x + i, n), load(residual + i, n));
+        store(h + i, p, n);
+        a = max_bits(a, round_to(p, X{}));
+    }
+    return largest(max_bits(a, b, float{}), float{});
+}
+
+template <class T>
+void fill_nan(T* p, int64_t cols) {
+    for (int64_t i = 0; i < cols; ++i) set_nan(p[i]);
+}
+
+template <class XHat, class X>
+F32 normalized(const X* x, F32 rstd) {
+    return round_to(mul(load(x), rstd), XHat{});
+}
+
+// y = x * rstd * gain, past the cache if `stream`; the second half of the row `read_later` is prefetched.
+template <class X, class Y, class XHat, bool stream>
+void scale_row(const X* x, float rstd, const float* gain, Y* y, int64_t cols, const char* read_later) {
+    // A NaN with low fraction bits could carry into the sign when it is rounded to bfloat16.
+    if (rstd != rstd) return fill_nan(y, cols);
+    F32 scale = set(rstd);
+    int64_t i = 0;
+    for (; i + 2 * N <= cols; i += 2 * N) {
+        F32 a = normalized<XHat>(x + i, scale), b = normalized<XHat>(x + i + N, scale);
+        if (gain) a = mul(a, load(gain + i)), b = mul(b, load(gain + i + N));
+        if (sizeof(X) == 4 || i & (2 * N)) prefetch(read_later + (cols + i) * int64_t(sizeof(X)) / 2);
+        if (stream)
+            stream2(y + i, a, b);
+        else
+            store2(y + i, a, b);
+    }
+    for (; i < cols; i += N) {
+        int64_t n = cols - i < N ? cols - i : N;
+        F32 v = round_to(mul(load(x + i, n), scale), XHat{});
+        store(y + i, gain ? mul(v, load(gain + i, n)) : v, n);
+    }
+}
+
+template <class X, class Y, class XHat>
+void forward_rows(const Forward& f) {
+    const Rows h = f.residual ? f.h : f.x;
+    const int log_cols = ceil_log2(f.cols);
+    const double reciprocal = 1.0 / double(f.cols);
+    int64_t batch = forward_batch_bytes / (f.cols * int64_t(sizeof(X)));
+    batch = batch < 1 ? 1 : batch > forward_batch ? forward_batch : batch;
+
+    SquareTask<X> tasks[forward_batch];
+    float m[forward_batch], rstd[forward_batch];
+    double sum[forward_batch];
+    auto rows_from = [&](int64_t r0) { return f.rows - r0 < batch ? f.rows - r0 : batch; };
+    if (!f.residual)
+        for (int64_t r = 0; r < rows_from(0); ++r) m[r] = largest_magnitude(row<X>(h, r), f.cols);
+    for (int64_t r0 = 0; r0 < f.rows; r0 += batch) {
+        const int64_t rows = rows_from(r0), next_rows = f.residual ? 0 : rows_from(r0 + rows);
+        if (f.residual)
+            for (int64_t r = 0; r < rows; ++r)
+                m[r] = add_row(row<X>(f.x, r0 + r), row<X>(f.residual, r0 + r), row<X>(h, r0 + r), f.cols);
+        for (int64_t r = 0; r < rows; ++r) {
+            tasks[r].x = row<X>(h, r0 + r);
+            tasks[r].next = r < next_rows ? row<X>(h, r0 + rows + r) : tasks[r].x;
+            const int64_t later = r0 + r + (f.residual ? 1 : 2) * batch;
+            tasks[r].read_later = reinterpret_cast<const char*>(row<X>(f.x, later < f.rows ? later : r0 + r));
+            tasks[r].write_after = f.stream ? nullptr : reinterpret_cast<const char*>(row<Y>(f.y, r0 + r));
+            tasks[r].start = start_value(m[r] > 0 && finite(m[r]) ? 2 * exponent_of(m[r]) : 0, log_cols);
+        }
+        sum_squares_of_rows(tasks, rows, f.cols);
+        for (int64_t r = 0; r < rows; ++r) {
+            sum[r] = finite(m[r]) ? drain(tasks[r].sums, tasks[r].start) : double(m[r]) * double(m[r]);
+            m[r] = tasks[r].next_largest;
+        }
+        for (int64_t r = 0; r < rows; ++r) rstd[r] = float(1.0 / __builtin_sqrt(sum[r] * reciprocal + f.eps));
+        for (int64_t r = 0; r < rows; ++r) {
+            if (f.rstd) f.rstd[r0 + r] = rstd[r];
+            const X* x = row<X>(h, r0 + r);
+            Y* y = row<Y>(f.y, r0 + r);
+            if (f.stream)
+                scale_row<X, Y, XHat, true>(x, rstd[r], f.gain, y, f.cols, tasks[r].read_later);
+            else
+                scale_row<X, Y, XHat, false>(x, rstd[r], f.gain, y, f.cols, tasks[r].read_later);
+        }
+    }
+    if (f.stream) stream_end();
+}
+
+}  // namespace
