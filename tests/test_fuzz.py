@@ -1,4 +1,4 @@
-"""Whatever is thrown at the public functions, the reference's bits come back or a documented error, and nothing else."""
+"""Whatever is thrown at the public functions: the reference's bits come back, or a documented error, nothing else."""
 
 import math
 import os
