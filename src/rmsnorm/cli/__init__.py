@@ -1,0 +1,42 @@
+"""The command line, `rmsnorm` or `python -m rmsnorm`: one module per subcommand.
+
+A subcommand is a module with a docstring, `add_arguments(parser)` and `run(arguments) -> int`.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rmsnorm import __version__
+from rmsnorm.cli import compare, demo, info
+from rmsnorm.cli.requirements import CannotRun
+
+COMMANDS = {
+    "info": info,
+    "demo": demo,
+    "compare": compare,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit code: 0 good, 1 a finding, 2 wrong usage, 130 interrupted.
+
+    As argparse does, `--help` and arguments that make no sense end in SystemExit, with 0 and 2.
+    """
+    parser = argparse.ArgumentParser(prog="rmsnorm", description="RMSNorm for PyTorch, the same to the bit everywhere.")
+    parser.add_argument("--version", action="version", version=f"rmsnorm {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    for name, module in COMMANDS.items():
+        summary, _, _ = (module.__doc__ or "").partition("\n")
+        command = commands.add_parser(name, help=summary, description=module.__doc__)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except CannotRun as error:
+        print(f"rmsnorm {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\nrmsnorm {arguments.command}: interrupted", file=sys.stderr)
+        return 130
