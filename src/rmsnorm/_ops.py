@@ -24,10 +24,10 @@ from torch import Tensor
 from rmsnorm import checks, reference
 
 _SCHEMAS = """
-forward(Tensor x, Tensor? weight, float eps, float weight_offset, int rounding) -> Tensor
-forward_train(Tensor x, Tensor? weight, float eps, float weight_offset, int rounding) -> (Tensor y, Tensor rstd)
+forward(Tensor x, Tensor? weight, float eps, float weight_offset=0.0, int rounding=0) -> Tensor
+forward_train(Tensor x, Tensor? weight, float eps, float weight_offset=0.0, int rounding=0) -> (Tensor y, Tensor rstd)
 forward_out(Tensor x, Tensor? weight, float eps, float weight_offset, int rounding, Tensor(a!) out) -> ()
-add_forward(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset, int rounding) -> (Tensor y, Tensor h, Tensor rstd)
+add_forward(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset=0.0, int rounding=0) -> (Tensor y, Tensor h, Tensor rstd)
 backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, float weight_offset, Tensor? dh, ScalarType? rebuilt_dtype, bool need_dx, bool need_dweight) -> (Tensor dx, Tensor dweight)
 """  # noqa: E501
 
@@ -63,13 +63,13 @@ def _load() -> Status:
 # ---------------------------------------------------------------- the reference, with the operators' signatures
 
 
-def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: int) -> Tensor:
+def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0) -> Tensor:
     checks.check_inputs(x, weight, None)  # as the kernel does: plain PyTorch would broadcast, truncate and go on
     return reference.forward(x, weight, eps, weight_offset, reference.ROUNDINGS[rounding])[0]
 
 
 def forward_train(
-    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: int
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
 ) -> tuple[Tensor, Tensor]:
     return reference.forward(x, weight, eps, weight_offset, reference.ROUNDINGS[rounding])
 
@@ -79,7 +79,7 @@ def forward_out(x: Tensor, weight: Tensor | None, eps: float, weight_offset: flo
 
 
 def add_forward(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: int
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     return reference.add_forward(x, residual, weight, eps, weight_offset, reference.ROUNDINGS[rounding])
 
@@ -108,9 +108,10 @@ def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
 
 
-def _fake_forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: int) -> Tensor:
-    # The dispatcher comes here when any argument is on the meta device.
-    checks.check_device(x, weight)
+def _fake_forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0) -> Tensor:
+    # The dispatcher comes here when any argument is on the meta device: without the kernel's checks.
+    if x.is_meta or (weight is not None and weight.is_meta):
+        checks.check_inputs(x, weight, None)
     return _like(x, reference.result_dtype(x, weight, reference.ROUNDINGS[rounding]))
 
 
@@ -119,17 +120,17 @@ def _rstd_like(x: Tensor) -> Tensor:
 
 
 def _fake_forward_train(
-    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: int
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
 ) -> tuple[Tensor, Tensor]:
     return _fake_forward(x, weight, eps, weight_offset, rounding), _rstd_like(x)
 
 
-def _fake_forward_out(x: Tensor, weight: Tensor | None, *_: Any) -> None:
-    checks.check_device(x, weight)
+def _fake_forward_out(x: Tensor, weight: Tensor | None, *rest: Any) -> None:
+    _fake_forward(x, weight, *rest[:3])
 
 
 def _fake_add_forward(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: int
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_forward(x, weight, eps, weight_offset, rounding), _like(x, x.dtype), _rstd_like(x)
 

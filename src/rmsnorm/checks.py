@@ -46,7 +46,7 @@ def _number(value: Any) -> float:
     # A bool in a number's place is an argument out of order, as in RMSNorm(8, True). Options have no gradient.
     if isinstance(value, (bool, bytes, bytearray)):
         raise TypeError
-    if isinstance(value, Tensor) and (value.dtype == torch.bool or value.requires_grad):
+    if isinstance(value, Tensor) and (value.dtype == torch.bool or value.requires_grad or value.is_meta):
         raise TypeError
     try:
         return float(value)
@@ -115,14 +115,9 @@ def check_inputs(x: Tensor, weight: Tensor | None, normalized_shape: int | Seque
         )
     if 0 in shape:
         raise ValueError(f"the normalised dimensions must not be empty, got x of shape {tuple(x.shape)}")
-    check_device(x, weight)
-    return len(shape)
-
-
-def check_device(x: Tensor, weight: Tensor | None) -> None:
-    """One for both."""
     if weight is not None and weight.device != x.device:
         raise ValueError(f"weight must be on x's device {x.device}, got {weight.device}")
+    return len(shape)
 
 
 def check_residual(x: Tensor, residual: Tensor) -> None:
