@@ -619,6 +619,17 @@ def test_what_does_not_fit_into_memory_is_an_error_and_not_a_crash():
         rms_norm(torch.ones(1, 1).expand(2**45, 8))
 
 
+def test_meta_tensors_are_checked_like_others():
+    x = torch.ones(4, 8, device="meta")
+    for given, weight in ((x[0, 0], None), (x, x[0, :4]), (x, x[:1]), (x[:, :0], None), (x, x[0, 0])):
+        check_refused(given, weight, ValueError, "must", "got")
+    check_refused(x.int(), None, TypeError, "x must be one of float32", "got int32")
+    check_refused(x, x[0].bool(), TypeError, "weight must be one of float32", "got bool")
+    for call in [*takers(eps=x[0, 0])][:-1]:
+        with refused(TypeError, "eps must be a number", "meta"):
+            call()
+
+
 def test_vmapped_bad_shapes_are_refused():
     with refused(ValueError, "weight must have shape (8,)", "got (7,)"):
         torch.func.vmap(rms_norm, in_dims=(0, None))(torch.ones(5, 4, 8), torch.ones(7))
