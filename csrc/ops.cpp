@@ -10,8 +10,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <memory>
+#include <cmath>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -59,37 +58,52 @@ Dtype dtype_of(ScalarType type) {
     }
 }
 
-Dtype dtype_of(const Tensor& t) { return dtype_of(t.scalar_type()); }
-
 ScalarType scalar_type(Dtype dtype) {
     return dtype == Dtype::f32    ? ScalarType::Float
            : dtype == Dtype::bf16 ? ScalarType::BFloat16
                                   : ScalarType::Half;
 }
 
-const int64_t* sizes_of(const Tensor& t) {
-    int64_t* sizes;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(t.get(), &sizes));
-    return sizes;
-}
+// What the operators ask of a tensor, asked once. Its columns are adjacent: others are copied.
+struct View {
+    Tensor tensor;
+    int64_t dim, *sizes, *strides;
+    Dtype dtype;
+    char* data;
 
-const int64_t* strides_of(const Tensor& t) {
-    int64_t* strides;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(t.get(), &strides));
-    return strides;
-}
+    explicit View(const Tensor& given) : tensor(given) {
+        STD_TORCH_CHECK(tensor.is_cpu(), "expected a tensor on the CPU");
+        look();
+        STD_TORCH_CHECK(dim > 0 && cols() > 0, "expected at least one dimension, the last not empty");
+        if (cols() != 1 && strides[dim - 1] != 1) {
+            tensor = torch::stable::contiguous(tensor);
+            look();
+        }
+    }
 
-bool same_shape(const Tensor& a, const Tensor& b) {
-    return a.dim() == b.dim() && std::equal(sizes_of(a), sizes_of(a) + a.dim(), sizes_of(b));
-}
+    int64_t cols() const { return sizes[dim - 1]; }
+    int64_t numel() const {
+        int64_t n = 1;
+        for (int64_t d = 0; d < dim; ++d) n *= sizes[d];
+        return n;
+    }
+    int64_t bytes() const { return numel() * rmsnorm::size_of(dtype); }
+    bool shaped_as(const View& other) const {
+        return dim == other.dim && std::equal(sizes, sizes + dim, other.sizes);
+    }
+    Rows rows(const Layout::Run& run, int which) const {
+        return {data + run.offset[which] * rmsnorm::size_of(dtype), run.stride[which]};
+    }
 
-bool on_cpu(const Tensor& t) { return t.is_cpu(); }
-
-// Kernels read rows of adjacent elements.
-Tensor with_adjacent_columns(const Tensor& t) {
-    const int64_t last = t.dim() - 1;
-    return t.size(last) == 1 || t.stride(last) == 1 ? t : torch::stable::contiguous(t);
-}
+  private:
+    void look() {
+        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dim));
+        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
+        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
+        dtype = dtype_of(tensor.scalar_type());
+        data = static_cast<char*>(tensor.data_ptr());
+    }
+};
 
 Tensor empty(int64_t dim, const int64_t* sizes, const int64_t* strides, ScalarType type) {
     AtenTensorHandle handle;
@@ -103,9 +117,8 @@ Tensor empty_vector(int64_t size, ScalarType type) {
     return empty(1, &size, &stride, type);
 }
 
-void ask_for_huge_pages([[maybe_unused]] const Tensor& t) {
+void ask_for_huge_pages([[maybe_unused]] const Tensor& t, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-    const int64_t bytes = t.numel() * int64_t(t.element_size());
     if (bytes < huge_page_bytes) return;
     constexpr uintptr_t page = uintptr_t(2) << 20;
     const uintptr_t begin = (reinterpret_cast<uintptr_t>(t.data_ptr()) + page - 1) & ~(page - 1);
@@ -115,42 +128,37 @@ void ask_for_huge_pages([[maybe_unused]] const Tensor& t) {
 #endif
 }
 
-// A tensor of t's shape, laid out as t where t's layout is dense with adjacent columns, else contiguous.
-Tensor empty_like(const Tensor& t, Dtype dtype) {
-    const int64_t dim = t.dim();
-    const int64_t* sizes = sizes_of(t);
-    const int64_t* strides = strides_of(t);
+// A tensor of x's shape, laid out as x where x's layout is dense, else contiguous.
+View empty_like(const View& x, Dtype dtype) {
+    const int64_t* strides = x.strides;
     std::vector<int64_t> contiguous;
-    if (!t.is_contiguous() && !rmsnorm::dense_with_adjacent_columns(dim, sizes, strides)) {
-        contiguous = rmsnorm::contiguous_strides(dim, sizes);
+    if (!rmsnorm::dense(x.dim, x.sizes, x.strides)) {
+        contiguous = rmsnorm::contiguous_strides(x.dim, x.sizes);
         strides = contiguous.data();
     }
-    Tensor made = empty(dim, sizes, strides, scalar_type(dtype));
-    ask_for_huge_pages(made);
-    return made;
+    Tensor made = empty(x.dim, x.sizes, strides, scalar_type(dtype));
+    ask_for_huge_pages(made, x.numel() * rmsnorm::size_of(dtype));
+    return View(made);
 }
 
 // x's shape with one column, as float32.
-Tensor empty_rstd(const Tensor& x) {
-    const int64_t dim = x.dim();
-    std::vector<int64_t> sizes(sizes_of(x), sizes_of(x) + dim);
+Tensor empty_rstd(const View& x) {
+    std::vector<int64_t> sizes(x.sizes, x.sizes + x.dim);
     sizes.back() = 1;
-    return empty(dim, sizes.data(), rmsnorm::contiguous_strides(dim, sizes.data()).data(), ScalarType::Float);
+    return empty(x.dim, sizes.data(), rmsnorm::contiguous_strides(x.dim, sizes.data()).data(),
+                 ScalarType::Float);
 }
 
 // weight + weight_offset in float32: the weight's own memory where that is the same thing.
 class Gain {
   public:
-    Gain(const std::optional<Tensor>& weight, double offset, int64_t cols, Dtype y_type) {
+    Gain(const std::optional<View>& weight, double offset, int64_t cols, Dtype y_type) {
         if (!weight) return;
-        const Tensor w = with_adjacent_columns(*weight);
-        STD_TORCH_CHECK(w.dim() == 1 && w.size(0) == cols, "weight must have one element per column");
-        STD_TORCH_CHECK(on_cpu(w), "weight must be on the CPU");
-        const Dtype dtype = dtype_of(w);
+        STD_TORCH_CHECK(weight->dim == 1 && weight->cols() == cols,
+                        "weight must have one element per column");
         // Rounding to bfloat16 needs NaNs cleaned up, which the copy does.
-        if (dtype == Dtype::f32 && offset == 0 && y_type != Dtype::bf16) {
-            kept_ = w;
-            values_ = static_cast<const float*>(w.data_ptr());
+        if (weight->dtype == Dtype::f32 && offset == 0 && y_type != Dtype::bf16) {
+            values_ = reinterpret_cast<const float*>(weight->data);
             return;
         }
         float* copy = here_;
@@ -158,7 +166,7 @@ class Gain {
             there_ = empty_vector(cols, ScalarType::Float);
             copy = static_cast<float*>(there_.data_ptr());
         }
-        table().gain(w.data_ptr(), dtype, static_cast<float>(offset), copy, cols);
+        table().gain(weight->data, weight->dtype, static_cast<float>(offset), copy, cols);
         values_ = copy;
     }
     Gain(const Gain&) = delete;
@@ -167,23 +175,27 @@ class Gain {
   private:
     static constexpr int64_t inline_cols = 8192;
     alignas(64) float here_[inline_cols];
-    Tensor there_, kept_;
+    Tensor there_;
     const float* values_ = nullptr;
 };
+
+std::optional<View> view(const std::optional<Tensor>& t) {
+    return t ? std::optional<View>(std::in_place, *t) : std::nullopt;
+}
 
 enum Rounding : int64_t { once = 0, before_scale = 1, weight_dtype = 2 };  // reference.ROUNDINGS
 
 // reference.result_dtype
-Dtype result_dtype(Dtype x, const std::optional<Tensor>& weight, int64_t rounding) {
+Dtype result_dtype(Dtype x, const std::optional<View>& weight, int64_t rounding) {
+    STD_TORCH_CHECK(rounding >= once && rounding <= weight_dtype, "unknown rounding");
     if (!weight || rounding == once) return x;
-    const Dtype w = dtype_of(*weight);
-    return rounding == weight_dtype || w == x ? w : Dtype::f32;
+    return rounding == weight_dtype || weight->dtype == x ? weight->dtype : Dtype::f32;
 }
 
 // What x_hat is rounded to before the gain.
-Dtype x_hat_dtype(Dtype x, const std::optional<Tensor>& weight, int64_t rounding) {
+Dtype x_hat_dtype(Dtype x, const std::optional<View>& weight, int64_t rounding) {
     if (rounding == before_scale) return x;
-    return rounding == weight_dtype && weight ? dtype_of(*weight) : Dtype::f32;
+    return rounding == weight_dtype && weight ? weight->dtype : Dtype::f32;
 }
 
 int64_t last_cache_bytes() {
@@ -199,143 +211,129 @@ int64_t last_cache_bytes() {
 
 // Whether y is written past the cache: it would not stay there anyway, and its old contents need not be read.
 // Its rows must begin and end at cache lines.
-bool past_the_cache(const Tensor& x, const Tensor& y, Dtype y_type) {
-    const int64_t y_size = rmsnorm::size_of(y_type), cols = y.size(y.dim() - 1);
-    if (x.numel() * (int64_t(x.element_size()) + y_size) <= last_cache_bytes()) return false;
-    bool aligned = reinterpret_cast<uintptr_t>(y.data_ptr()) % 64 == 0 && cols * y_size % 64 == 0;
-    for (int64_t d = 0; d < y.dim() - 1; ++d) aligned = aligned && y.stride(d) * y_size % 64 == 0;
-    return aligned && x.data_ptr() != y.data_ptr();
+bool past_the_cache(const View& x, const View& y) {
+    if (x.bytes() + y.bytes() <= last_cache_bytes() || x.data == y.data) return false;
+    const int64_t size = rmsnorm::size_of(y.dtype);
+    bool aligned = reinterpret_cast<uintptr_t>(y.data) % 64 == 0 && y.cols() * size % 64 == 0;
+    for (int64_t d = 0; d < y.dim - 1; ++d) aligned = aligned && y.strides[d] * size % 64 == 0;
+    return aligned;
 }
 
-Rows rows_of(const Tensor& t, Dtype dtype, const Layout::Run& run, int which) {
-    char* data = static_cast<char*>(t.data_ptr());
-    return {data + run.offset[which] * rmsnorm::size_of(dtype), run.stride[which]};
-}
-
-void check_input(const Tensor& x, int64_t rounding) {
-    STD_TORCH_CHECK(on_cpu(x), "expected a tensor on the CPU");
-    STD_TORCH_CHECK(x.dim() > 0 && x.size(x.dim() - 1) > 0,
-                    "expected at least one dimension, the last not empty");
-    STD_TORCH_CHECK(rounding >= once && rounding <= weight_dtype, "unknown rounding");
-}
+struct Options {
+    double eps, weight_offset;
+    int64_t rounding;
+};
 
 // y = norm(x), or h = x + residual and y = norm(h); rstd where wanted.
-void normalize(const Tensor& x_given, const Tensor* residual_given, const std::optional<Tensor>& weight,
-               double eps, double weight_offset, int64_t rounding, const Tensor& y, const Tensor* h,
-               const Tensor* rstd) {
-    const Tensor x = with_adjacent_columns(x_given);
-    const Tensor residual = residual_given ? with_adjacent_columns(*residual_given) : x;
-    const int64_t dim = x.dim(), cols = x.size(dim - 1);
-    const Dtype x_type = dtype_of(x), y_type = dtype_of(y);
-    const Gain gain(weight, weight_offset, cols, y_type);
+void normalize(const View& x, const View* residual, const std::optional<View>& weight, const Options& options,
+               const View& y, const View* h, float* rstd) {
+    STD_TORCH_CHECK(std::isfinite(options.eps) && std::isfinite(options.weight_offset),
+                    "eps and weight_offset must be finite");
+    const Gain gain(weight, options.weight_offset, x.cols(), y.dtype);
     const rmsnorm::Kernels& kernels = table();
-    const Layout layout(
-        dim, sizes_of(x),
-        {strides_of(x), strides_of(y), strides_of(residual), h ? strides_of(*h) : strides_of(x)});
+    const Layout layout(x.dim, x.sizes,
+                        {x.strides, y.strides, (residual ? *residual : x).strides, (h ? *h : x).strides});
 
     rmsnorm::Forward call{};
     call.gain = gain.get();
-    call.cols = cols;
-    call.eps = eps;
-    call.x_type = x_type;
-    call.y_type = y_type;
-    call.x_hat_type = x_hat_dtype(x_type, weight, rounding);
-    call.stream = past_the_cache(x, y, y_type);
-    float* const rstd_data = rstd ? static_cast<float*>(rstd->data_ptr()) : nullptr;
+    call.cols = x.cols();
+    call.eps = options.eps;
+    call.x_type = x.dtype;
+    call.y_type = y.dtype;
+    call.x_hat_type = x_hat_dtype(x.dtype, weight, options.rounding);
+    call.stream = past_the_cache(x, y);
     auto task = [&](int64_t begin, int64_t end) {
         layout.for_each_run(begin, end, [&](const Layout::Run& run) {
             rmsnorm::Forward part = call;
             part.rows = run.rows;
-            part.x = rows_of(x, x_type, run, 0);
-            part.y = rows_of(y, y_type, run, 1);
+            part.x = x.rows(run, 0);
+            part.y = y.rows(run, 1);
             if (h) {
-                part.residual = rows_of(residual, x_type, run, 2);
-                part.h = rows_of(*h, x_type, run, 3);
+                part.residual = residual->rows(run, 2);
+                part.h = h->rows(run, 3);
             }
-            part.rstd = rstd_data ? rstd_data + run.first : nullptr;
+            part.rstd = rstd ? rstd + run.first : nullptr;
             kernels.forward(part);
         });
     };
-    if (layout.rows() * cols <= elements_per_thread)
+    if (layout.rows() * x.cols() <= elements_per_thread)
         task(0, layout.rows());
     else
-        torch::stable::parallel_for(0, layout.rows(), std::max<int64_t>(1, elements_per_thread / cols), task);
+        torch::stable::parallel_for(0, layout.rows(), std::max<int64_t>(1, elements_per_thread / x.cols()),
+                                    task);
 }
 
-Tensor forward(const Tensor& x, const std::optional<Tensor>& weight, double eps, double weight_offset,
-               int64_t rounding) {
-    check_input(x, rounding);
-    Tensor y = empty_like(x, result_dtype(dtype_of(x), weight, rounding));
-    normalize(x, nullptr, weight, eps, weight_offset, rounding, y, nullptr, nullptr);
-    return y;
+float* floats(const Tensor& t) { return static_cast<float*>(t.data_ptr()); }
+
+Tensor forward(const Tensor& x_given, const std::optional<Tensor>& weight_given, double eps,
+               double weight_offset, int64_t rounding) {
+    const View x(x_given);
+    const std::optional<View> weight = view(weight_given);
+    const View y = empty_like(x, result_dtype(x.dtype, weight, rounding));
+    normalize(x, nullptr, weight, {eps, weight_offset, rounding}, y, nullptr, nullptr);
+    return y.tensor;
 }
 
-std::tuple<Tensor, Tensor> forward_train(const Tensor& x, const std::optional<Tensor>& weight, double eps,
-                                         double weight_offset, int64_t rounding) {
-    check_input(x, rounding);
-    Tensor y = empty_like(x, result_dtype(dtype_of(x), weight, rounding));
-    Tensor rstd = empty_rstd(x);
-    normalize(x, nullptr, weight, eps, weight_offset, rounding, y, nullptr, &rstd);
-    return {y, rstd};
+std::tuple<Tensor, Tensor> forward_train(const Tensor& x_given, const std::optional<Tensor>& weight_given,
+                                         double eps, double weight_offset, int64_t rounding) {
+    const View x(x_given);
+    const std::optional<View> weight = view(weight_given);
+    const View y = empty_like(x, result_dtype(x.dtype, weight, rounding));
+    const Tensor rstd = empty_rstd(x);
+    normalize(x, nullptr, weight, {eps, weight_offset, rounding}, y, nullptr, floats(rstd));
+    return {y.tensor, rstd};
 }
 
-void forward_out(const Tensor& x, const std::optional<Tensor>& weight, double eps, double weight_offset,
-                 int64_t rounding, const Tensor& out) {
-    check_input(x, rounding);
-    STD_TORCH_CHECK(
-        on_cpu(out) && same_shape(x, out) && dtype_of(out) == result_dtype(dtype_of(x), weight, rounding),
-        "out must have x's shape and device and the result's dtype");
-    const int64_t last = x.dim() - 1;
-    STD_TORCH_CHECK(out.size(last) == 1 || out.stride(last) == 1, "out must have adjacent columns");
-    normalize(x, nullptr, weight, eps, weight_offset, rounding, out, nullptr, nullptr);
+void forward_out(const Tensor& x_given, const std::optional<Tensor>& weight_given, double eps,
+                 double weight_offset, int64_t rounding, const Tensor& out) {
+    const View x(x_given), y(out);
+    const std::optional<View> weight = view(weight_given);
+    STD_TORCH_CHECK(y.shaped_as(x) && y.dtype == result_dtype(x.dtype, weight, rounding),
+                    "out must have x's shape and the result's dtype");
+    STD_TORCH_CHECK(y.data == out.data_ptr(), "out must have adjacent columns");
+    normalize(x, nullptr, weight, {eps, weight_offset, rounding}, y, nullptr, nullptr);
 }
 
-std::tuple<Tensor, Tensor, Tensor> add_forward(const Tensor& x, const Tensor& residual,
-                                               const std::optional<Tensor>& weight, double eps,
+std::tuple<Tensor, Tensor, Tensor> add_forward(const Tensor& x_given, const Tensor& residual_given,
+                                               const std::optional<Tensor>& weight_given, double eps,
                                                double weight_offset, int64_t rounding) {
-    check_input(x, rounding);
-    const Dtype x_type = dtype_of(x);
-    STD_TORCH_CHECK(on_cpu(residual) && same_shape(x, residual) && dtype_of(residual) == x_type,
-                    "residual must have x's shape, dtype and device");
-    Tensor y = empty_like(x, result_dtype(x_type, weight, rounding)), h = empty_like(x, x_type),
-           rstd = empty_rstd(x);
-    normalize(x, &residual, weight, eps, weight_offset, rounding, y, &h, &rstd);
-    return {y, h, rstd};
+    const View x(x_given), residual(residual_given);
+    const std::optional<View> weight = view(weight_given);
+    STD_TORCH_CHECK(residual.shaped_as(x) && residual.dtype == x.dtype,
+                    "residual must have x's shape and dtype");
+    const View y = empty_like(x, result_dtype(x.dtype, weight, rounding)), h = empty_like(x, x.dtype);
+    const Tensor rstd = empty_rstd(x);
+    normalize(x, &residual, weight, {eps, weight_offset, rounding}, y, &h, floats(rstd));
+    return {y.tensor, h.tensor, rstd};
 }
 
 // reference.rows_per_block
 int64_t rows_per_block(int64_t rows) { return std::max<int64_t>(32, (rows + 255) / 256); }
 
+// With `rebuilt_dtype`, x is y, and x in that dtype is rebuilt from it.
 std::tuple<Tensor, Tensor> backward(const Tensor& dy_given, const Tensor& x_given, const Tensor& rstd_given,
-                                    const std::optional<Tensor>& weight, double weight_offset,
+                                    const std::optional<Tensor>& weight_given, double weight_offset,
                                     const std::optional<Tensor>& dh_given,
                                     std::optional<ScalarType> rebuilt_dtype, bool need_dx,
                                     bool need_dweight) {
-    check_input(x_given, once);  // y in its place where x is to be rebuilt
-    STD_TORCH_CHECK(on_cpu(dy_given) && same_shape(dy_given, x_given), "dy must have x's shape and device");
-    const Tensor dy = with_adjacent_columns(dy_given), x = with_adjacent_columns(x_given);
-    const Tensor rstd = torch::stable::contiguous(rstd_given);
-    const Tensor dh = dh_given ? with_adjacent_columns(*dh_given) : x;
-    const int64_t dim = x.dim(), cols = x.size(dim - 1);
-    const Dtype dy_type = dtype_of(dy), stored_type = dtype_of(x);
+    const View dy(dy_given), x(x_given);
+    const std::optional<View> weight = view(weight_given), dh = view(dh_given);
     const bool from_y = rebuilt_dtype.has_value();
-    const Dtype x_type = from_y ? dtype_of(*rebuilt_dtype) : stored_type;
-    if (dh_given)
-        STD_TORCH_CHECK(same_shape(dh, x) && dtype_of(dh) == x_type, "dh must have x's shape and dtype");
+    const Dtype x_type = from_y ? dtype_of(*rebuilt_dtype) : x.dtype;
+    STD_TORCH_CHECK(dy.shaped_as(x), "dy must have x's shape");
+    STD_TORCH_CHECK(!dh || (dh->shaped_as(x) && dh->dtype == x_type), "dh must have x's shape and dtype");
 
     // When x is to be rebuilt from y it is rebuilt in dx, which the kernel may write over.
-    const bool want_dx = need_dx || from_y;
-    Tensor dx = want_dx ? empty_like(x, x_type) : empty_vector(0, scalar_type(x_type));
-    const Tensor& dx_or_x = want_dx ? dx : x;
-    const Layout layout(dim, sizes_of(x),
-                        {strides_of(dy), strides_of(x), strides_of(dh), strides_of(dx_or_x)});
-    const int64_t rows = layout.rows();
-    STD_TORCH_CHECK(dtype_of(rstd) == Dtype::f32 && rstd.numel() == rows,
+    std::optional<View> dx;
+    if (need_dx || from_y) dx = empty_like(x, x_type);
+    const Layout layout(x.dim, x.sizes,
+                        {dy.strides, x.strides, (dh ? *dh : x).strides, (dx ? *dx : x).strides});
+    const int64_t rows = layout.rows(), cols = x.cols();
+    const Tensor rstd = torch::stable::contiguous(rstd_given);
+    STD_TORCH_CHECK(rstd.scalar_type() == ScalarType::Float && rstd.is_cpu() && rstd.numel() == rows,
                     "rstd must have one float32 per row");
-
     const Gain gain(weight, weight_offset, cols, x_type);
     const rmsnorm::Kernels& kernels = table();
-    const float* rstd_data = static_cast<const float*>(rstd.data_ptr());
 
     const int64_t length = rows_per_block(rows), blocks = (rows + length - 1) / length;
     const int64_t threads =
@@ -345,44 +343,44 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy_given, const Tensor& x_give
     // The first task adds its block sums up as it goes; those of the others wait, so that all are added in
     // order.
     const int64_t waiting = need_dweight ? blocks - first_block(1) : 0;
-    const int64_t per_task = (need_dweight ? cols : 0) + (need_dx ? rmsnorm::backward_scratch(cols) : 0);
-    Tensor buffer =
-        empty_vector((waiting + (need_dweight ? 1 : 0)) * cols + tasks * per_task, ScalarType::Float);
-    float* const total = static_cast<float*>(buffer.data_ptr());
-    float* const partial = total + (need_dweight ? cols : 0);
-    float* const scratch = partial + waiting * cols;
-    if (need_dweight) std::fill(total, total + cols, 0.0f);
+    const int64_t sum_cols = need_dweight ? cols : 0,
+                  scratch_floats = need_dx ? rmsnorm::backward_scratch(cols) : 0;
+    const Tensor buffer = empty_vector((2 + waiting) * sum_cols + tasks * scratch_floats, ScalarType::Float);
+    float* const total = floats(buffer);
+    float* const first_sum = total + sum_cols;
+    float* const waiting_sums = first_sum + sum_cols;
+    float* const scratch = waiting_sums + waiting * sum_cols;
+    std::fill(total, total + sum_cols, 0.0f);
 
     rmsnorm::Backward call{};
     call.gain = gain.get();
     call.cols = cols;
-    call.dy_type = dy_type;
+    call.dy_type = dy.dtype;
     call.x_type = x_type;
     auto work = [&](int64_t task) {
-        float* const block_sum = scratch + task * per_task;
         for (int64_t block = first_block(task); block < first_block(task + 1); ++block) {
             float* sum = nullptr;
             if (need_dweight) {
-                sum = task == 0 ? block_sum : partial + (block - first_block(1)) * cols;
+                sum = task == 0 ? first_sum : waiting_sums + (block - first_block(1)) * cols;
                 std::fill(sum, sum + cols, 0.0f);
             }
             layout.for_each_run(
                 block * length, std::min(rows, (block + 1) * length), [&](const Layout::Run& run) {
                     rmsnorm::Backward part = call;
                     part.rows = run.rows;
-                    part.rstd = rstd_data + run.first;
-                    part.dy = rows_of(dy, dy_type, run, 0);
-                    part.x = rows_of(x, stored_type, run, 1);
+                    part.rstd = floats(rstd) + run.first;
+                    part.dy = dy.rows(run, 0);
+                    part.x = x.rows(run, 1);
                     if (from_y) {
-                        const Rows rebuilt = rows_of(dx, x_type, run, 3);
+                        const Rows rebuilt = dx->rows(run, 3);
                         kernels.rebuild(
-                            {part.x, rebuilt, part.rstd, call.gain, run.rows, cols, stored_type, x_type});
+                            {part.x, rebuilt, part.rstd, call.gain, run.rows, cols, x.dtype, x_type});
                         part.x = rebuilt;
                     }
-                    if (dh_given) part.dh = rows_of(dh, x_type, run, 2);
-                    if (need_dx) part.dx = rows_of(dx, x_type, run, 3);
+                    if (dh) part.dh = dh->rows(run, 2);
+                    if (need_dx) part.dx = dx->rows(run, 3);
                     part.dweight = sum;
-                    part.scratch = block_sum + (need_dweight ? cols : 0);
+                    part.scratch = scratch + task * scratch_floats;
                     kernels.backward(part);
                 });
             if (need_dweight && task == 0) kernels.accumulate(sum, total, cols);
@@ -394,12 +392,12 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy_given, const Tensor& x_give
         torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
             for (int64_t task = begin; task < end; ++task) work(task);
         });
-    for (int64_t block = 0; block < waiting; ++block) kernels.accumulate(partial + block * cols, total, cols);
+    for (int64_t block = 0; block < waiting; ++block)
+        kernels.accumulate(waiting_sums + block * cols, total, cols);
 
-    Tensor dweight =
-        empty_vector(need_dweight ? cols : 0, weight ? weight->scalar_type() : ScalarType::Float);
-    if (need_dweight) kernels.round(total, dweight.data_ptr(), dtype_of(dweight), cols);
-    return {need_dx ? dx : empty_vector(0, scalar_type(x_type)), dweight};
+    const Tensor dweight = empty_vector(sum_cols, weight ? scalar_type(weight->dtype) : ScalarType::Float);
+    if (need_dweight) kernels.round(total, dweight.data_ptr(), weight ? weight->dtype : Dtype::f32, cols);
+    return {need_dx ? dx->tensor : empty_vector(0, scalar_type(x_type)), dweight};
 }
 
 std::string isa() { return table().name; }
@@ -408,22 +406,17 @@ std::string isas() { return rmsnorm::available(); }
 }  // namespace
 
 STABLE_TORCH_LIBRARY(rmsnorm, m) {
-    m.def("forward(Tensor x, Tensor? weight, float eps, float weight_offset, int rounding) -> Tensor");
-    m.def(
-        "forward_train(Tensor x, Tensor? weight, float eps, float weight_offset, int rounding) -> (Tensor y, "
-        "Tensor "
-        "rstd)");
+#define NORM "Tensor? weight, float eps, float weight_offset=0.0, int rounding=0"
+    m.def("forward(Tensor x, " NORM ") -> Tensor");
+    m.def("forward_train(Tensor x, " NORM ") -> (Tensor y, Tensor rstd)");
     m.def(
         "forward_out(Tensor x, Tensor? weight, float eps, float weight_offset, int rounding, Tensor(a!) out) "
         "-> ()");
-    m.def(
-        "add_forward(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset, int "
-        "rounding) -> "
-        "(Tensor y, Tensor h, Tensor rstd)");
+    m.def("add_forward(Tensor x, Tensor residual, " NORM ") -> (Tensor y, Tensor h, Tensor rstd)");
     m.def(
         "backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, float weight_offset, Tensor? dh, "
-        "ScalarType? "
-        "rebuilt_dtype, bool need_dx, bool need_dweight) -> (Tensor dx, Tensor dweight)");
+        "ScalarType? rebuilt_dtype, bool need_dx, bool need_dweight) -> (Tensor dx, Tensor dweight)");
+#undef NORM
     m.def("isa() -> str");
     m.def("isas() -> str");
 }

@@ -15,16 +15,23 @@ inline std::vector<int64_t> contiguous_strides(int64_t dim, const int64_t* sizes
     return strides;
 }
 
-// No gaps, no overlap, columns adjacent: a contiguous tensor with its leading dimensions permuted.
-inline bool dense_with_adjacent_columns(int64_t dim, const int64_t* sizes, const int64_t* strides) {
+// No gaps and no overlap: a contiguous tensor, or one with its leading dimensions permuted. The columns are
+// adjacent.
+inline bool dense(int64_t dim, const int64_t* sizes, const int64_t* strides) {
+    int64_t expected = 1;
+    bool contiguous = true;
+    for (int64_t d = dim - 1; d >= 0; --d) {
+        contiguous = contiguous && (strides[d] == expected || sizes[d] == 1);
+        expected *= sizes[d];
+    }
+    if (contiguous) return expected != 0;
     std::vector<std::pair<int64_t, int64_t>> by_stride;  // stride, size
     for (int64_t d = 0; d < dim; ++d) {
         if (sizes[d] == 0) return false;
         if (sizes[d] != 1) by_stride.emplace_back(strides[d], sizes[d]);
     }
     std::sort(by_stride.begin(), by_stride.end());
-    if (sizes[dim - 1] != 1 && strides[dim - 1] != 1) return false;
-    int64_t expected = 1;
+    expected = 1;
     for (auto [stride, size] : by_stride) {
         if (stride != expected) return false;
         expected *= size;

@@ -5,13 +5,13 @@ What is saved is x (or h, or y) and one number per row, and nothing else of the 
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rmsnorm import formula
+from rmsnorm._ops import operators
 
 # x is rebuilt from y where every gain lies between these: a gain of zero keeps nothing of x, and a small one little.
 SMALLEST_GAIN, LARGEST_GAIN = 2.0**-10, 2.0**10
@@ -64,27 +64,26 @@ class RMSNorm(torch.autograd.Function):
         eps: float,
         weight_offset: float,
         code: int,
-        ops: ModuleType,
         memory_efficient: bool,
     ) -> Tensor:
-        y, rstd = ops.forward_train(x, weight, eps, weight_offset, code)
-        ctx.rebuilt = None
+        y, rstd = operators(x).forward_train(x, weight, eps, weight_offset, code)
+        rebuilt = None
         if memory_efficient and not torch.compiler.is_compiling() and invertible(weight, weight_offset):
-            ctx.rebuilt = x.dtype
-        ctx.save_for_backward(x if ctx.rebuilt is None else y, weight, rstd)
-        ctx.options = eps, weight_offset, ops
+            rebuilt = x.dtype
+        ctx.save_for_backward(x if rebuilt is None else y, weight, rstd)
+        ctx.options = eps, weight_offset, rebuilt
         return y  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        eps, weight_offset, ops = ctx.options
+        eps, weight_offset, rebuilt = ctx.options
         need_dx, need_dweight = ctx.needs_input_grad[:2]
-        if torch.is_grad_enabled() and ctx.rebuilt is not None:
+        if torch.is_grad_enabled() and rebuilt is not None:
             # y depends on x and weight: a derivative of what is rebuilt from it would not be one of the input.
             raise RuntimeError("memory_efficient=True keeps y instead of x and cannot be differentiated twice")
-        dx, dweight = _backward(ops, dy, None, x, weight, rstd, eps, weight_offset, ctx.rebuilt, need_dx, need_dweight)
-        return dx, dweight, None, None, None, None, None
+        dx, dweight = _backward(dy, None, x, weight, rstd, eps, weight_offset, rebuilt, need_dx, need_dweight)
+        return dx, dweight, None, None, None, None
 
 
 class AddRMSNorm(torch.autograd.Function):
@@ -99,29 +98,25 @@ class AddRMSNorm(torch.autograd.Function):
         eps: float,
         weight_offset: float,
         code: int,
-        ops: ModuleType,
     ) -> tuple[Tensor, Tensor]:
-        y, h, rstd = ops.add_forward(x, residual, weight, eps, weight_offset, code)
+        y, h, rstd = operators(x).add_forward(x, residual, weight, eps, weight_offset, code)
         ctx.save_for_backward(h, weight, rstd)
-        ctx.options = eps, weight_offset, ops
+        ctx.options = eps, weight_offset
         ctx.set_materialize_grads(False)
         return y, h
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return dh, dh, None, None, None, None, None
+            return dh, dh, None, None, None, None
         h, weight, rstd = ctx.saved_tensors
-        eps, weight_offset, ops = ctx.options
+        eps, weight_offset = ctx.options
         need_dh = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        dx, dweight = _backward(
-            ops, dy, dh, h, weight, rstd, eps, weight_offset, None, need_dh, ctx.needs_input_grad[2]
-        )
-        return dx, dx, dweight, None, None, None, None
+        dx, dweight = _backward(dy, dh, h, weight, rstd, eps, weight_offset, None, need_dh, ctx.needs_input_grad[2])
+        return dx, dx, dweight, None, None, None
 
 
 def _backward(
-    ops: ModuleType,
     dy: Tensor,
     dh: Tensor | None,
     x: Tensor,
@@ -138,9 +133,9 @@ def _backward(
         # `Backward` would lose the graph here, and the reference reads bits, which has no batching rule.
         dx, dweight = formula.backward(dy, x, weight, eps, weight_offset, dh)
     elif again:
-        dx, dweight = Backward.apply(dy, dh, x, weight, rstd, eps, weight_offset, ops)
+        dx, dweight = Backward.apply(dy, dh, x, weight, rstd, eps, weight_offset)
     else:
-        dx, dweight = ops.backward(dy, x, rstd, weight, weight_offset, dh, rebuilt, need_dx, need_dweight)
+        dx, dweight = operators(x).backward(dy, x, rstd, weight, weight_offset, dh, rebuilt, need_dx, need_dweight)
     return dx if need_dx else None, dweight if need_dweight else None
 
 
@@ -157,9 +152,8 @@ class Backward(torch.autograd.Function):
         rstd: Tensor,
         eps: float,
         weight_offset: float,
-        ops: ModuleType,
     ) -> tuple[Tensor, Tensor | None]:
-        dx, dweight = ops.backward(dy, x, rstd, weight, weight_offset, dh, None, True, weight is not None)
+        dx, dweight = operators(x).backward(dy, x, rstd, weight, weight_offset, dh, None, True, weight is not None)
         ctx.save_for_backward(dy, dh, x, weight)
         ctx.options = eps, weight_offset
         return dx, None if weight is None else dweight
@@ -182,4 +176,4 @@ class Backward(torch.autograd.Function):
                 )
             )
         needed = [next(found) if t is not None and t.requires_grad else None for t in inputs]
-        return (*needed, None, None, None, None)
+        return (*needed, None, None, None)

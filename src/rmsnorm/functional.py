@@ -8,21 +8,23 @@ transforms, forward-mode differentiation, export, tensor subclasses) gets the fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from rmsnorm import _ops, autograd, checks, formula, reference
+from rmsnorm import autograd, checks, formula, reference
+from rmsnorm._ops import direct, operators
 
 _CODES = {name: index for index, name in enumerate(reference.ROUNDINGS)}
-_forward = torch.ops.rmsnorm.forward.default
-_forward_out = torch.ops.rmsnorm.forward_out.default
-_kernels = torch.ops.rmsnorm
+_forward, _forward_out = direct.forward, direct.forward_out
+# Function.apply, less what it does for functorch, which does not come this way.
+_train = super(torch.autograd.Function, autograd.RMSNorm).apply
+_compiling = torch.compiler.is_compiling
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_forward_mode = torch.autograd.forward_ad
 _grad_enabled = torch.is_grad_enabled
 _count_change = torch.autograd.graph.increment_version  # the operator does not: see autograd's check of what it saved
-_PLAIN = (Tensor, torch.nn.Parameter)
-_INF = float("inf")
+_FLOAT64 = torch.float64
 
 
 def rms_norm(
@@ -65,30 +67,32 @@ def rms_norm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    if (
-        normalized_shape is None
-        and type(x) in _PLAIN
-        and x.dtype is not torch.float64
-        and (weight is None or (type(weight) in _PLAIN and weight.dim() == 1 and weight.dtype is not torch.float64))
-        and type(eps) is float
-        and type(weight_offset) is float
-        and -_INF < eps + weight_offset < _INF  # so is each of them
-        and type(rounding) is str
-        and rounding in _CODES
-        and not (_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)))
-        and not autograd.transforming()
-    ):
-        try:
-            if out is None:
+    # What is common goes first and straight: at small sizes these tests are a third of the call. What the operator will
+    # not take (its own checks guard memory), and what reads oddly here, is handled or refused with its reason below.
+    try:
+        if (
+            type(x) is Tensor
+            and type(eps) is float
+            and type(weight_offset) is float
+            and normalized_shape is None
+            and x.dtype is not _FLOAT64
+            and (weight is None or (weight.dim() == 1 and weight.dtype is not _FLOAT64))
+            and _functorch_level() is None
+            and _forward_mode._current_level < 0
+            and not _compiling()
+        ):
+            wanted = _grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
+            if out is not None:
+                if not wanted and _write_directly(out, x, weight, eps, weight_offset, rounding):
+                    return out
+            elif wanted:
+                return _train(x, weight, eps, weight_offset, _CODES[rounding], False)  # type: ignore[no-any-return]
+            elif weight_offset == 0.0 and rounding == "once":
+                return _forward(x, weight, eps)  # type: ignore[no-any-return]
+            else:
                 return _forward(x, weight, eps, weight_offset, _CODES[rounding])  # type: ignore[no-any-return]
-            checks.check_out(out, x, weight, reference.result_dtype(x, weight, rounding))
-            if out.dim() and out.stride(-1) == 1 and not (out.is_neg() or (_grad_enabled() and out.requires_grad)):
-                _forward_out(x, weight, eps, weight_offset, _CODES[rounding], out)
-                _count_change((out,))
-                return out
-        except (RuntimeError, TypeError):
-            checks.check_inputs(x, weight, None)
-            raise
+    except (AttributeError, KeyError, RuntimeError, TypeError):
+        pass
     if out is not None:
         return _write_out(out, x, weight, eps, weight_offset, rounding, normalized_shape)
     return normalize(x, None, weight, eps, weight_offset, rounding, normalized_shape)[0]
@@ -179,19 +183,30 @@ def _normalize_rows(
     result = reference.result_dtype(x, weight, rounding)
     if weight is not None and weight.dtype == torch.float64 != x.dtype:
         weight = weight.float()
-    ops: ModuleType = _ops if x.dtype == torch.float64 else _kernels
     options = (eps, weight_offset, code)
     wanted = _grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual, weight))
     if residual is not None:
         if wanted:
-            y, h = autograd.AddRMSNorm.apply(x, residual, weight, *options, ops)
+            y, h = autograd.AddRMSNorm.apply(x, residual, weight, *options)
         else:
-            y, h, _ = ops.add_forward(x, residual, weight, *options)
+            y, h, _ = operators(x).add_forward(x, residual, weight, *options)
     elif wanted:
-        y = autograd.RMSNorm.apply(x, weight, *options, ops, memory_efficient)
+        y = autograd.RMSNorm.apply(x, weight, *options, memory_efficient)
     else:
-        y = ops.forward(x, weight, *options)
+        y = operators(x).forward(x, weight, *options)
     return y if y.dtype == result else y.to(result), h
+
+
+def _write_directly(
+    out: Tensor, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: str
+) -> bool:
+    """Whether the operator could write to `out`, which then holds the result."""
+    checks.check_out(out, x, weight, reference.result_dtype(x, weight, rounding))
+    if out.stride(-1) != 1 or out.is_neg() or (_grad_enabled() and out.requires_grad):
+        return False
+    _forward_out(x, weight, eps, weight_offset, _CODES[rounding], out)
+    _count_change((out,))
+    return True
 
 
 def _write_out(
