@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests import bits
+from tests import bits, kernel_cases, replay
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +38,10 @@ def with_threads():
             torch.set_num_threads(before)
 
     return use
+
+
+@pytest.fixture(scope="session")
+def replay_cases():
+    """Cases of every group, as replay.py encodes them, without the largest: an emulator and sanitizers are slow."""
+    found = [case for group in kernel_cases.GROUPS.values() for case in group() if case.arguments[0].numel() < 50_000]
+    return found, replay.encode_all(found)

@@ -1,0 +1,169 @@
+// Runs saved calls on the kernels without PyTorch: under an emulator, or with sanitizers (replay.py).
+//
+//     replay CASES RESULTS
+//
+// Numbers in both files are 64 bits wide. An array is its dtype (-1: absent), rows, cols, stride and bytes.
+// Every array lies in memory of exactly its size, so that AddressSanitizer sees any access beyond it; the
+// rows of results lie apart, and what is between them is checked.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "../csrc/kernels.h"
+
+namespace {
+
+using rmsnorm::Dtype;
+using rmsnorm::Rows;
+
+[[noreturn]] void fail(const char* why) {
+    std::fprintf(stderr, "replay: %s\n", why);
+    std::exit(1);
+}
+
+template <class T>
+T read(std::FILE* file) {
+    T value;
+    if (std::fread(&value, sizeof value, 1, file) != 1) fail("the file of cases is cut short");
+    return value;
+}
+
+class Array {
+  public:
+    Array() = default;
+
+    // A result, filled with bytes that no kernel leaves behind.
+    Array(Dtype dtype, int64_t rows, int64_t cols)
+        : dtype_(int64_t(dtype)), rows_(rows), cols_(cols), stride_(cols + 3) {
+        allocate();
+        std::fill(memory_.get(), memory_.get() + bytes(), sentinel);
+    }
+
+    static Array from(std::FILE* file) {
+        Array a;
+        a.dtype_ = read<int64_t>(file);
+        a.rows_ = read<int64_t>(file);
+        a.cols_ = read<int64_t>(file);
+        a.stride_ = read<int64_t>(file);
+        a.allocate();
+        if (a.bytes() && std::fread(a.data(), 1, a.bytes(), file) != a.bytes()) fail("an array is cut short");
+        return a;
+    }
+
+    explicit operator bool() const { return dtype_ >= 0; }
+    Dtype dtype() const { return Dtype(dtype_); }
+    char* data() const { return memory_.get(); }
+    const float* floats() const { return reinterpret_cast<const float*>(data()); }
+    int64_t rows() const { return rows_; }
+    int64_t cols() const { return cols_; }
+    Rows at(int64_t row) const {
+        return *this ? Rows{data() + row * stride_ * element(), stride_} : Rows{nullptr, 0};
+    }
+
+    void write(std::FILE* file) const {
+        for (int64_t r = 0; r < rows_; ++r) {
+            std::fwrite(data() + r * stride_ * element(), 1, size_t(cols_ * element()), file);
+            if (r + 1 == rows_) break;
+            for (int64_t i = cols_ * element(); i < stride_ * element(); ++i)
+                if (data()[r * stride_ * element() + i] != sentinel) fail("a kernel wrote between rows");
+        }
+    }
+
+  private:
+    static constexpr char sentinel = 0x5a;
+
+    int64_t element() const { return rmsnorm::size_of(dtype()); }
+    size_t bytes() const { return *this && rows_ ? size_t(((rows_ - 1) * stride_ + cols_) * element()) : 0; }
+    void allocate() { memory_.reset(new char[bytes()]); }
+
+    int64_t dtype_ = -1, rows_ = 0, cols_ = 0, stride_ = 0;
+    std::unique_ptr<char[]> memory_;
+};
+
+std::vector<float> gain_of(const rmsnorm::Kernels& kernels, const Array& weight, float offset) {
+    std::vector<float> gain(size_t(weight.cols()));
+    if (weight) kernels.gain(weight.data(), weight.dtype(), offset, gain.data(), weight.cols());
+    return gain;
+}
+
+void forward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
+    rmsnorm::Forward f{};
+    f.eps = read<double>(in);
+    const auto offset = float(read<double>(in));
+    f.y_type = Dtype(read<int64_t>(in));
+    f.x_hat_type = Dtype(read<int64_t>(in));
+    const Array x = Array::from(in), residual = Array::from(in), weight = Array::from(in);
+    f.rows = x.rows(), f.cols = x.cols(), f.x_type = x.dtype();
+    const Array y(f.y_type, f.rows, f.cols), h(f.x_type, residual ? f.rows : 0, f.cols);
+    std::unique_ptr<float[]> rstd(new float[size_t(f.rows)]);
+    const std::vector<float> gain = gain_of(kernels, weight, offset);
+
+    f.x = x.at(0), f.y = y.at(0);
+    if (residual) f.residual = residual.at(0), f.h = h.at(0);
+    f.rstd = rstd.get();
+    f.gain = weight ? gain.data() : nullptr;
+    kernels.forward(f);
+
+    y.write(out);
+    if (residual) h.write(out);
+    std::fwrite(rstd.get(), sizeof(float), size_t(f.rows), out);
+}
+
+// As in ops.cpp, with one thread: block after block, each with its own sum.
+void backward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
+    const auto offset = float(read<double>(in));
+    const auto rebuilt_type = read<int64_t>(in), weight_type = read<int64_t>(in);
+    const Array dy = Array::from(in), x = Array::from(in), rstd = Array::from(in), weight = Array::from(in),
+                dh = Array::from(in);
+    const int64_t rows = x.rows(), cols = x.cols();
+    const bool rebuilds = rebuilt_type >= 0;
+    const Dtype x_type = rebuilds ? Dtype(rebuilt_type) : x.dtype();
+    const Array dx(x_type, rows, cols), dweight(Dtype(weight_type), 1, cols);
+    const std::vector<float> gain = gain_of(kernels, weight, offset);
+    std::unique_ptr<float[]> scratch(new float[size_t(rmsnorm::backward_scratch(cols))]);
+    std::vector<float> total(size_t(cols), 0.0f);
+
+    const int64_t length = std::max<int64_t>(32, (rows + 255) / 256);
+    for (int64_t begin = 0; begin < rows; begin += length) {
+        std::vector<float> sum(size_t(cols), 0.0f);
+        rmsnorm::Backward b{};
+        b.rows = std::min(length, rows - begin), b.cols = cols;
+        b.dy_type = dy.dtype(), b.x_type = x_type;
+        b.dy = dy.at(begin), b.x = x.at(begin), b.dx = dx.at(begin);
+        if (dh) b.dh = dh.at(begin);
+        b.rstd = rstd.floats() + begin;
+        b.gain = weight ? gain.data() : nullptr;
+        b.dweight = sum.data();
+        b.scratch = scratch.get();
+        if (rebuilds) {
+            kernels.rebuild({b.x, b.dx, b.rstd, b.gain, b.rows, cols, x.dtype(), x_type});
+            b.x = b.dx;
+        }
+        kernels.backward(b);
+        kernels.accumulate(sum.data(), total.data(), cols);
+    }
+    kernels.round(total.data(), dweight.data(), dweight.dtype(), cols);
+    dx.write(out);
+    dweight.write(out);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+    if (count != 3) fail("usage: replay CASES RESULTS");
+    const char* error;
+    const rmsnorm::Kernels* kernels = rmsnorm::kernels(&error);
+    if (!kernels) fail(error);
+    std::FILE* in = std::fopen(arguments[1], "rb");
+    std::FILE* out = std::fopen(arguments[2], "wb");
+    if (!in || !out) fail("cannot open the files");
+    for (int64_t left = read<int64_t>(in); left > 0; --left)
+        read<int64_t>(in) ? backward(*kernels, in, out) : forward(*kernels, in, out);
+    std::fclose(in);
+    if (std::fclose(out)) fail("cannot write the results");
+    std::puts(kernels->name);
+}
