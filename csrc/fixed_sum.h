@@ -73,7 +73,7 @@ struct SquareTask {
     const T* x;
     double start;
     F64 sums[4];
-    const T* next;       // the next row to be summed, or x itself; fetched whole for its largest magnitude
+    const T* next;       // a row whose largest magnitude is wanted; may be null
     float next_largest;  // of `next`
     const char*
         read_later;  // the row after that: its first half is prefetched here, the rest while y is written
@@ -93,14 +93,14 @@ inline void sum_squares(SquareTask<T>& task, int64_t cols) {
             load_wide(x + i + part, v);
             for (int k = 0; k < 4; ++k) sums[k] = fma_down(v[k], v[k], sums[k]);
         }
-        m.see(task.next + i);
+        if (task.next) m.see(task.next + i);
         const int64_t offset = i * int64_t(sizeof(T));
         prefetch(task.read_later + offset / 2);
         if (task.write_after)
             for (int64_t byte = 0; byte < 8 * N; byte += 64)
                 prefetch_to_write(task.write_after + offset + byte);
     }
-    m.see_rest(task.next, i, cols);
+    if (task.next) m.see_rest(task.next, i, cols);
     for (; i < cols; i += N) {
         widen(i + N <= cols ? load(x + i) : load(x + i, cols - i), v[0], v[1]);
         for (int k = 0; k < 2; ++k) sums[k] = fma_down(v[k], v[k], sums[k]);

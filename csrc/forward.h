@@ -7,10 +7,12 @@ namespace {
 
 using rmsnorm::Forward;
 
-// Rows go through each step together, so that the scalar work of one hides behind that of the others, as long
-// as they stay in the first-level cache between the steps.
-constexpr int64_t forward_batch = 8;
-constexpr int64_t forward_batch_bytes = 16384;
+// Short rows go through each step together, so that the scalar work of one hides behind that of the others.
+constexpr int64_t forward_batch = 4;
+constexpr int64_t forward_batch_bytes = 6144;
+// Up to this long, the largest magnitude of the next batch is found while this one is summed; longer rows
+// would push each other out of the first-level cache.
+constexpr int64_t look_ahead_bytes = 8192;
 
 // h = x + residual; the largest magnitude of h.
 template <class X>
@@ -70,32 +72,32 @@ void forward_rows(const Forward& f) {
     const Rows h = f.residual ? f.h : f.x;
     const int log_cols = ceil_log2(f.cols);
     const double reciprocal = 1.0 / double(f.cols);
-    int64_t batch = forward_batch_bytes / (f.cols * int64_t(sizeof(X)));
+    const int64_t row_bytes = f.cols * int64_t(sizeof(X));
+    const bool look_ahead = !f.residual && row_bytes <= look_ahead_bytes;
+    int64_t batch = forward_batch_bytes / row_bytes;
     batch = batch < 1 ? 1 : batch > forward_batch ? forward_batch : batch;
 
     SquareTask<X> tasks[forward_batch];
     float m[forward_batch], rstd[forward_batch];
     double sum[forward_batch];
-    auto rows_from = [&](int64_t r0) { return f.rows - r0 < batch ? f.rows - r0 : batch; };
-    if (!f.residual)
-        for (int64_t r = 0; r < rows_from(0); ++r) m[r] = largest_magnitude(row<X>(h, r), f.cols);
     for (int64_t r0 = 0; r0 < f.rows; r0 += batch) {
-        const int64_t rows = rows_from(r0), next_rows = f.residual ? 0 : rows_from(r0 + rows);
-        if (f.residual)
-            for (int64_t r = 0; r < rows; ++r)
-                m[r] = add_row(row<X>(f.x, r0 + r), row<X>(f.residual, r0 + r), row<X>(h, r0 + r), f.cols);
+        const int64_t rows = f.rows - r0 < batch ? f.rows - r0 : batch;
         for (int64_t r = 0; r < rows; ++r) {
+            if (f.residual)
+                m[r] = add_row(row<X>(f.x, r0 + r), row<X>(f.residual, r0 + r), row<X>(h, r0 + r), f.cols);
+            else if (r0 == 0 || !look_ahead)
+                m[r] = largest_magnitude(row<X>(h, r0 + r), f.cols);
+            const int64_t next = r0 + batch + r, later = look_ahead ? next + batch : next;
             tasks[r].x = row<X>(h, r0 + r);
-            tasks[r].next = r < next_rows ? row<X>(h, r0 + rows + r) : tasks[r].x;
-            const int64_t later = r0 + r + (f.residual ? 1 : 2) * batch;
+            tasks[r].start = start_value(m[r] > 0 && finite(m[r]) ? 2 * exponent_of(m[r]) : 0, log_cols);
+            tasks[r].next = look_ahead && next < f.rows ? row<X>(h, next) : nullptr;
             tasks[r].read_later = reinterpret_cast<const char*>(row<X>(f.x, later < f.rows ? later : r0 + r));
             tasks[r].write_after = f.stream ? nullptr : reinterpret_cast<const char*>(row<Y>(f.y, r0 + r));
-            tasks[r].start = start_value(m[r] > 0 && finite(m[r]) ? 2 * exponent_of(m[r]) : 0, log_cols);
         }
         sum_squares_of_rows(tasks, rows, f.cols);
         for (int64_t r = 0; r < rows; ++r) {
             sum[r] = finite(m[r]) ? drain(tasks[r].sums, tasks[r].start) : double(m[r]) * double(m[r]);
-            m[r] = tasks[r].next_largest;
+            if (look_ahead) m[r] = tasks[r].next_largest;
         }
         for (int64_t r = 0; r < rows; ++r) rstd[r] = float(1.0 / __builtin_sqrt(sum[r] * reciprocal + f.eps));
         for (int64_t r = 0; r < rows; ++r) {
