@@ -72,6 +72,7 @@ def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float =
 def forward_train(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
 ) -> tuple[Tensor, Tensor]:
+    checks.check_inputs(x, weight, None)
     return reference.forward(x, weight, eps, weight_offset, reference.ROUNDINGS[rounding])
 
 

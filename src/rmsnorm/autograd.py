@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm import formula
+from rmsnorm import formula, reference
 from rmsnorm._ops import operators
 
 # x is rebuilt from y where every gain lies between these: a gain of zero keeps nothing of x, and a small one little.
@@ -129,13 +129,15 @@ def _backward(
     need_dweight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     again = torch.is_grad_enabled()
-    if (again or x.dtype == torch.float64) and (_is_batched(dy) or _is_batched(dh)):
+    # The computation's dtype is rstd's: x may be y, which has another.
+    if (again or rstd.dtype == torch.float64) and (_is_batched(dy) or _is_batched(dh)):
         # `Backward` would lose the graph here, and the reference reads bits, which has no batching rule.
+        x = x if rebuilt is None else reference.rebuild(x, rstd, weight, weight_offset, rebuilt)
         dx, dweight = formula.backward(dy, x, weight, eps, weight_offset, dh)
     elif again:
         dx, dweight = Backward.apply(dy, dh, x, weight, rstd, eps, weight_offset)
     else:
-        dx, dweight = operators(x).backward(dy, x, rstd, weight, weight_offset, dh, rebuilt, need_dx, need_dweight)
+        dx, dweight = operators(rstd).backward(dy, x, rstd, weight, weight_offset, dh, rebuilt, need_dx, need_dweight)
     return dx if need_dx else None, dweight if need_dweight else None
 
 
