@@ -4,9 +4,10 @@ from itertools import product
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from rmsnorm import RMSNorm, _ops, add_rms_norm, autograd, functional, reference, rms_norm
+from rmsnorm import RMSNorm, add_rms_norm, autograd, functional, reference, rms_norm
 from tests.bits import difference
 from tests.expected import DTYPES, HALF_A_SUBNORMAL, U, exact, gradient_bounds, gradients, tensor, within
 
@@ -134,25 +135,21 @@ def test_dweight_of_many_rows_does_not_drift():
 # ---------------------------------------------------------------- which gradients
 
 
-class Spy:
-    """Stands in for the operators and records what backward is asked for."""
+class Asked(TorchDispatchMode):
+    """Records which gradients the operator is asked for."""
 
-    def __init__(self, ops):
-        self.ops, self.asked = ops, []
+    def __init__(self):
+        super().__init__()
+        self.asked = []
 
-    def __getattr__(self, name):
-        return getattr(self.ops, name)
-
-    def backward(self, *arguments):
-        self.asked.append(arguments[-2:])
-        return self.ops.backward(*arguments)
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.rmsnorm.backward.default:
+            self.asked.append(args[-2:])
+        return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_frozen_costs_nothing(dtype, monkeypatch):
-    spy = Spy(torch.ops.rmsnorm if dtype == torch.float32 else _ops)
-    monkeypatch.setattr(functional, "_kernels" if dtype == torch.float32 else "_ops", spy)
-    x, weight, dy = (tensor(*s, dtype=dtype, seed=i) for i, s in enumerate(((6, 32), (32,), (6, 32))))
+def test_what_is_frozen_costs_nothing():
+    x, weight, dy = (tensor(*s, seed=i) for i, s in enumerate(((6, 32), (32,), (6, 32))))
     dx, dweight = gradients(dy, x, weight)
 
     a = x.clone().requires_grad_()
@@ -164,10 +161,14 @@ def test_what_is_frozen_costs_nothing(dtype, monkeypatch):
     assert weight.grad is None
     assert x.grad is None
     c = x.clone().requires_grad_()
-    add_rms_norm(c, x, weight)[0].backward(dy)
-    add_rms_norm(x, c, weight)[0].backward(dy)
-    add_rms_norm(x, x, b)[0].backward(dy)
-    rms_norm(c).backward(dy)
+
+    with Asked() as spy:
+        rms_norm(a, weight).backward(dy)
+        rms_norm(x, b).backward(dy)
+        add_rms_norm(c, x, weight)[0].backward(dy)
+        add_rms_norm(x, c, weight)[0].backward(dy)
+        add_rms_norm(x, x, b)[0].backward(dy)
+        rms_norm(c).backward(dy)
     assert spy.asked == [(True, False), (False, True), (True, False), (True, False), (False, True), (True, False)]
 
 
@@ -666,6 +667,24 @@ def test_memory_efficient_of_the_largest_and_smallest_gains_it_inverts():
     y, found = remembered(x, weight, dy)
     rstd = reference.forward(x, weight, 1e-6, 0.0, "once")[1]
     same(found[0], reference.backward(dy, reference.rebuild(y, rstd, weight, 0.0, x.dtype), rstd, weight, 0.0)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_memory_efficient_with_batched_incoming_gradients(dtype):
+    x, weight, dys = (
+        tensor(3, 8, dtype=dtype),
+        tensor(8, dtype=dtype, seed=1).exp(),
+        tensor(4, 3, 8, dtype=dtype, seed=2),
+    )
+    inputs = leaves(x, weight)
+    y, _ = functional.normalize(inputs[0], None, inputs[1], 1e-6, 0.0, "once", None, True)
+    found = torch.autograd.grad(y, inputs, dys, is_grads_batched=True, retain_graph=True)
+    for i in range(4):
+        for a, b in zip(found, torch.autograd.grad(y, inputs, dys[i], retain_graph=True), strict=True):
+            if dtype == torch.float32:
+                same(a[i], b)
+            else:
+                near(a[i], b)
 
 
 def test_memory_efficient_refuses_a_second_derivative():
