@@ -9,7 +9,8 @@ namespace {
 using rmsnorm::Backward;
 using rmsnorm::Rebuild;
 
-// u = dy * gain into scratch; the largest magnitude of u.
+// The largest magnitude of u = dy * gain. Where arithmetic under another rounding mode could not form u
+// again, it is kept.
 template <class DY>
 float weigh_row(const DY* dy, const float* gain, float* u, int64_t cols) {
     Bits a = no_bits(), b = a;
@@ -31,23 +32,7 @@ float weigh_row(const DY* dy, const float* gain, float* u, int64_t cols) {
     return largest(max_bits(a, b, float{}), float{});
 }
 
-// Columns [i, i + n) of `count` rows: dx, and the terms of dweight in row order.
-template <class DY, class X, int64_t count>
-inline void finish_columns(const Backward& b, int64_t r0, int64_t i, int64_t n, const float* k) {
-    F32 sum = b.dweight ? load(b.dweight + i, n) : set(0);
-    for (int64_t r = 0; r < count; ++r) {
-        F32 rstd = set(b.rstd[r0 + r]);
-        F32 x_hat = mul(load(row<X>(b.x, r0 + r) + i, n), rstd);
-        if (b.dweight) sum = add(sum, mul(load(row<DY>(b.dy, r0 + r) + i, n), x_hat));
-        if (b.dx) {
-            F32 dx = mul(rstd, sub(load(b.scratch + r * b.cols + i, n), mul(x_hat, set(k[r]))));
-            if (b.dh) dx = add(dx, load(row<X>(b.dh, r0 + r) + i, n));
-            store(row<X>(b.dx, r0 + r) + i, dx, n);
-        }
-    }
-    if (b.dweight) store(b.dweight + i, sum, n);
-}
-
+// dx of `count` rows, and their terms of dweight in row order.
 template <class DY, class X, int64_t count>
 void finish_rows(const Backward& b, int64_t r0, const float* k) {
     const X* x[count];
@@ -57,33 +42,49 @@ void finish_rows(const Backward& b, int64_t r0, const float* k) {
     F32 rstd[count], slope[count];
     for (int64_t r = 0; r < count; ++r) {
         x[r] = row<X>(b.x, r0 + r), dy[r] = row<DY>(b.dy, r0 + r), dx[r] = row<X>(b.dx, r0 + r);
-        dh[r] = b.dh ? row<X>(b.dh, r0 + r) : nullptr;
+        dh[r] = row<X>(b.dh, r0 + r);
         rstd[r] = set(b.rstd[r0 + r]), slope[r] = set(k[r]);
     }
     const bool want_dx = bool(b.dx), want_dweight = b.dweight != nullptr, add_dh = bool(b.dh);
+    const float* const gains = b.gain;
+    float* const dweight = b.dweight;
+    const int64_t cols = b.cols;
+    auto dx_of = [&](int64_t r, F32 x_hat, F32 u) { return mul(rstd[r], sub(u, mul(x_hat, slope[r]))); };
     int64_t i = 0;
-    for (; i + 2 * N <= b.cols; i += 2 * N) {
-        F32 sums[2];
-        if (want_dweight) sums[0] = load(b.dweight + i), sums[1] = load(b.dweight + i + N);
+    for (; i + 2 * N <= cols; i += 2 * N) {
+        F32 sum = set(0), sum2 = sum, gain = sum, gain2 = sum;
+        if (want_dweight) sum = load(dweight + i), sum2 = load(dweight + i + N);
+        if (gains) gain = load(gains + i), gain2 = load(gains + i + N);
         for (int64_t r = 0; r < count; ++r) {
-            F32 p = mul(load(x[r] + i), rstd[r]), q = mul(load(x[r] + i + N), rstd[r]);
-            if (want_dweight) {
-                sums[0] = add(sums[0], mul(load(dy[r] + i), p));
-                sums[1] = add(sums[1], mul(load(dy[r] + i + N), q));
-            }
+            const F32 x_hat = mul(load(x[r] + i), rstd[r]), x_hat2 = mul(load(x[r] + i + N), rstd[r]);
+            const F32 g = load(dy[r] + i), g2 = load(dy[r] + i + N);
+            if (want_dweight) sum = add(sum, mul(g, x_hat)), sum2 = add(sum2, mul(g2, x_hat2));
             if (want_dx) {
-                const float* u = b.scratch + r * b.cols + i;
-                p = mul(rstd[r], sub(load(u), mul(p, slope[r])));
-                q = mul(rstd[r], sub(load(u + N), mul(q, slope[r])));
+                F32 p = dx_of(r, x_hat, gains ? mul(g, gain) : g),
+                    q = dx_of(r, x_hat2, gains ? mul(g2, gain2) : g2);
                 if (add_dh) p = add(p, load(dh[r] + i)), q = add(q, load(dh[r] + i + N));
                 store2(dx[r] + i, p, q);
             }
         }
-        if (want_dweight) store(b.dweight + i, sums[0]), store(b.dweight + i + N, sums[1]);
+        if (want_dweight) store(dweight + i, sum), store(dweight + i + N, sum2);
     }
-    for (; i < b.cols; i += N) finish_columns<DY, X, count>(b, r0, i, b.cols - i < N ? b.cols - i : N, k);
+    for (; i < cols; i += N) {
+        const int64_t n = cols - i < N ? cols - i : N;
+        F32 sum = want_dweight ? load(dweight + i, n) : set(0);
+        const F32 gain = gains ? load(gains + i, n) : set(1);
+        for (int64_t r = 0; r < count; ++r) {
+            const F32 x_hat = mul(load(x[r] + i, n), rstd[r]), g = load(dy[r] + i, n);
+            if (want_dweight) sum = add(sum, mul(g, x_hat));
+            if (want_dx) {
+                F32 p = dx_of(r, x_hat, gains ? mul(g, gain) : g);
+                if (add_dh) p = add(p, load(dh[r] + i, n));
+                store(dx[r] + i, p, n);
+            }
+        }
+        if (want_dweight) store(dweight + i, sum, n);
+    }
     for (int64_t r = 0; r < count; ++r)
-        if (want_dx && k[r] != k[r]) fill_nan(dx[r], b.cols);  // as in scale_row
+        if (want_dx && k[r] != k[r]) fill_nan(dx[r], cols);  // as in scale_row
 }
 
 template <class DY, class X>
@@ -91,36 +92,38 @@ void backward_rows(const Backward& b) {
     constexpr int64_t batch = rmsnorm::backward_batch;
     const int log_cols = ceil_log2(b.cols);
     const double reciprocal = 1.0 / double(b.cols);
-    float u_max[batch], x_max[batch], k[batch] = {};
-    double start[batch];
-    F64 sums[batch][4];
+    ProductTask<DY, X> tasks[batch];
+    float k[batch] = {};
     for (int64_t r0 = 0; r0 < b.rows; r0 += batch) {
         const int64_t rows = b.rows - r0 < batch ? b.rows - r0 : batch;
         if (b.dx) {
+            float u_max[batch], x_max[batch];
             for (int64_t r = 0; r < rows; ++r) {
-                u_max[r] = weigh_row(row<DY>(b.dy, r0 + r), b.gain, b.scratch + r * b.cols, b.cols);
-                x_max[r] = largest_magnitude(row<X>(b.x, r0 + r), b.cols);
-            }
-            for (int64_t r = 0; r < rows; ++r) {
+                ProductTask<DY, X>& task = tasks[r];
+                const int64_t later = r0 + batch + r < b.rows ? r0 + batch + r : r0 + r;
+                float* u = b.scratch + r * b.cols;
+                u_max[r] = weigh_row(row<DY>(b.dy, r0 + r), b.gain, u, b.cols);
+                task.u = u;
+                task.x = row<X>(b.x, r0 + r);
+                task.dy_later = row<DY>(b.dy, later);
+                task.x_later = row<X>(b.x, later);
+                task.write_after = row<X>(b.dx, r0 + r);
+                x_max[r] = largest_magnitude(task.x, b.cols);
                 bool ordinary = u_max[r] > 0 && x_max[r] > 0 && finite(u_max[r]) && finite(x_max[r]);
-                start[r] =
+                task.start =
                     start_value(ordinary ? exponent_of(u_max[r]) + exponent_of(x_max[r]) : 0, log_cols);
             }
-            sum_products_of_rows<X>(b.scratch, b.x, r0, rows, b.cols, start, sums);
+            sum_products_of_rows(tasks, rows, b.cols);
             for (int64_t r = 0; r < rows; ++r) {
-                double c =
-                    finite(u_max[r]) && finite(x_max[r]) ? drain(sums[r], start[r]) : __builtin_nan("");
+                bool defined = finite(u_max[r]) && finite(x_max[r]);
+                double c = defined ? drain(tasks[r].sums, tasks[r].start) : __builtin_nan("");
                 k[r] = float(double(b.rstd[r0 + r]) * c * reciprocal);
             }
         }
         if (rows == batch)
             finish_rows<DY, X, batch>(b, r0, k);
         else
-            for (int64_t r = 0; r < rows; ++r) {
-                Backward one = b;
-                one.scratch = b.scratch + r * b.cols;
-                finish_rows<DY, X, 1>(one, r0 + r, k + r);
-            }
+            for (int64_t r = 0; r < rows; ++r) finish_rows<DY, X, 1>(b, r0 + r, k + r);
     }
 }
 

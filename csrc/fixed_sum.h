@@ -123,38 +123,59 @@ RMSNORM_NOINLINE void sum_squares_of_rows(SquareTask<T>* tasks, int64_t rows, in
     sum_squares_toward_zero(tasks, rows, cols);
 }
 
+// As load_wide, which keeps the order of floats, with the order kept.
+inline void load_in_order(const float* p, F64 (&v)[4]) { load_wide(p, v); }
 template <class T>
-inline void sum_products(const float* u, const T* x, int64_t cols, double start, F64 (&result)[4]) {
-    F64 s = set64(start), sums[4] = {s, s, s, s}, a[2], b[2];
+void load_in_order(const T* p, F64 (&v)[4]) {
+    widen(load(p), v[0], v[1]);
+    widen(load(p + N), v[2], v[3]);
+}
+
+// One row of a sum of products, and rows to prefetch meanwhile.
+template <class DY, class X>
+struct ProductTask {
+    const float* u;
+    const X* x;
+    double start;
+    F64 sums[4];
+    const DY* dy_later;
+    const X* x_later;
+    const X* write_after;  // where dx goes
+};
+
+template <class DY, class X>
+inline void sum_products(ProductTask<DY, X>& task, int64_t cols) {
+    F64 s = set64(task.start), sums[4] = {s, s, s, s}, u[4], x[4];
     int64_t i = 0;
-    for (; i + 2 * N <= cols; i += 2 * N)
-        for (int half = 0; half < 2; ++half) {
-            widen(load(u + i + half * N), a[0], a[1]);
-            widen(load(x + i + half * N), b[0], b[1]);
-            for (int j = 0; j < 2; ++j) sums[2 * half + j] = fma_down(a[j], b[j], sums[2 * half + j]);
-        }
-    for (; i < cols; i += N) {
-        bool whole = i + N <= cols;
-        widen(whole ? load(u + i) : load(u + i, cols - i), a[0], a[1]);
-        widen(whole ? load(x + i) : load(x + i, cols - i), b[0], b[1]);
-        for (int j = 0; j < 2; ++j) sums[j] = fma_down(a[j], b[j], sums[j]);
+    for (; i + 2 * N <= cols; i += 2 * N) {
+        load_in_order(task.u + i, u);
+        load_in_order(task.x + i, x);
+        for (int j = 0; j < 4; ++j) sums[j] = fma_down(u[j], x[j], sums[j]);
+        for (int64_t byte = 0; byte < 2 * N * int64_t(sizeof(DY)); byte += 64)
+            prefetch(reinterpret_cast<const char*>(task.dy_later + i) + byte);
+        for (int64_t byte = 0; byte < 2 * N * int64_t(sizeof(X)); byte += 64)
+            prefetch(reinterpret_cast<const char*>(task.x_later + i) + byte);
+        for (int64_t byte = 0; byte < 2 * N * int64_t(sizeof(X)); byte += 64)
+            prefetch_to_write(reinterpret_cast<const char*>(task.write_after + i) + byte);
     }
-    for (int j = 0; j < 4; ++j) result[j] = sums[j];
+    for (; i < cols; i += N) {
+        const bool whole = i + N <= cols;
+        widen(whole ? load(task.u + i) : load(task.u + i, cols - i), u[0], u[1]);
+        widen(whole ? load(task.x + i) : load(task.x + i, cols - i), x[0], x[1]);
+        for (int j = 0; j < 2; ++j) sums[j] = fma_down(u[j], x[j], sums[j]);
+    }
+    for (int j = 0; j < 4; ++j) task.sums[j] = sums[j];
 }
 
-template <class T>
-RMSNORM_NOINLINE void sum_products_toward_zero(const float* u, Rows x, int64_t first_row, int64_t rows,
-                                               int64_t cols, const double* start, F64 (*sums)[4]) {
-    for (int64_t r = 0; r < rows; ++r)
-        sum_products(u + r * cols, row<T>(x, first_row + r), cols, start[r], sums[r]);
+template <class DY, class X>
+RMSNORM_NOINLINE void sum_products_toward_zero(ProductTask<DY, X>* tasks, int64_t rows, int64_t cols) {
+    for (int64_t r = 0; r < rows; ++r) sum_products(tasks[r], cols);
 }
 
-// The products u * x of rows; u lies row after row.
-template <class T>
-RMSNORM_NOINLINE void sum_products_of_rows(const float* u, Rows x, int64_t first_row, int64_t rows,
-                                           int64_t cols, const double* start, F64 (*sums)[4]) {
+template <class DY, class X>
+RMSNORM_NOINLINE void sum_products_of_rows(ProductTask<DY, X>* tasks, int64_t rows, int64_t cols) {
     [[maybe_unused]] TowardZero mode;
-    sum_products_toward_zero<T>(u, x, first_row, rows, cols, start, sums);
+    sum_products_toward_zero(tasks, rows, cols);
 }
 
 }  // namespace

@@ -17,21 +17,20 @@ constexpr int64_t look_ahead_bytes = 8192;
 // h = x + residual; the largest magnitude of h.
 template <class X>
 float add_row(const X* x, const X* residual, X* h, int64_t cols) {
-    Bits a = no_bits(), b = a;
+    Largest<X> m;
     int64_t i = 0;
-    for (; i + 2 * N <= cols; i += 2 * N) {
-        F32 p = add(load(x + i), load(residual + i)), q = add(load(x + i + N), load(residual + i + N));
-        store2(h + i, p, q);
-        a = max_bits(a, round_to(p, X{}));
-        b = max_bits(b, round_to(q, X{}));
+    for (; i + 4 * N <= cols; i += 4 * N) {
+        for (int64_t j = i; j < i + 4 * N; j += 2 * N)
+            store2(h + j, add(load(x + j), load(residual + j)), add(load(x + j + N), load(residual + j + N)));
+        for (int64_t j = i; j < i + 4 * N; j += 2 * m.step) m.see(h + j);
     }
+    const int64_t done = i;
     for (; i < cols; i += N) {
         int64_t n = cols - i < N ? cols - i : N;
-        F32 p = add(load(x + i, n), load(residual + i, n));
-        store(h + i, p, n);
-        a = max_bits(a, round_to(p, X{}));
+        store(h + i, add(load(x + i, n), load(residual + i, n)), n);
     }
-    return largest(max_bits(a, b, float{}), float{});
+    m.see_rest(h, done, cols);
+    return m.value();
 }
 
 template <class T>

@@ -63,7 +63,7 @@ struct Kernels {
 };
 
 // Rows that the backward keeps in flight, and the scratch that takes.
-constexpr int64_t backward_batch = 4;
+constexpr int64_t backward_batch = 2;
 inline int64_t backward_scratch(int64_t cols) { return backward_batch * cols; }
 
 // The table chosen for this process: the best the machine has, or the one RMSNORM_ISA names.

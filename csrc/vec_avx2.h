@@ -11,7 +11,6 @@ namespace {
 constexpr const char* isa_name = "avx2";
 
 constexpr int64_t N = 8;
-constexpr bool rounds_in_instruction = false;
 
 using F32 = __m256;
 using F64 = __m256d;

@@ -15,7 +15,6 @@ constexpr const char* isa_name = "avx512";
 #endif
 
 constexpr int64_t N = 16;
-constexpr bool rounds_in_instruction = true;
 
 struct TowardZero {  // every instruction that needs it says so itself
     ~TowardZero() {}

@@ -11,7 +11,6 @@ namespace {
 constexpr const char* isa_name = "neon";
 
 constexpr int64_t N = 4;
-constexpr bool rounds_in_instruction = false;
 
 using F32 = float32x4_t;
 using F64 = float64x2_t;

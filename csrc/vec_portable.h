@@ -24,7 +24,6 @@ namespace {
 constexpr const char* isa_name = "portable";
 
 constexpr int64_t N = 8;
-constexpr bool rounds_in_instruction = false;
 
 struct F32 {
     float v[N];
