@@ -64,15 +64,22 @@ def _load() -> Status:
 # ---------------------------------------------------------------- the reference, with the operators' signatures
 
 
+def _check(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> None:
+    """What the kernels check: plain PyTorch would broadcast, truncate and go on."""
+    checks.check_inputs(x, weight, None)
+    checks.check_eps(eps)
+    checks.check_weight_offset(weight_offset)
+
+
 def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0) -> Tensor:
-    checks.check_inputs(x, weight, None)  # as the kernel does: plain PyTorch would broadcast, truncate and go on
+    _check(x, weight, eps, weight_offset)
     return reference.forward(x, weight, eps, weight_offset, reference.ROUNDINGS[rounding])[0]
 
 
 def forward_train(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
 ) -> tuple[Tensor, Tensor]:
-    checks.check_inputs(x, weight, None)
+    _check(x, weight, eps, weight_offset)
     return reference.forward(x, weight, eps, weight_offset, reference.ROUNDINGS[rounding])
 
 
@@ -115,7 +122,7 @@ def _fake_forward(
 ) -> Tensor:
     # The dispatcher comes here when any argument is on the meta device: without the kernel's checks.
     if x.is_meta or (weight is not None and weight.is_meta):
-        checks.check_inputs(x, weight, None)
+        _check(x, weight, eps, weight_offset)
     return _like(x, reference.result_dtype(x, weight, reference.ROUNDINGS[rounding]))
 
 
