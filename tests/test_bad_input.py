@@ -348,6 +348,7 @@ def takers(**option):
     yield lambda: rms_norm(x, weight, out=out, **option)
     yield lambda: rms_norm(x.double(), weight, **option)
     yield lambda: rms_norm(x, weight.clone().requires_grad_(), **option)
+    yield lambda: rms_norm(x.to("meta"), **option)
     yield lambda: add_rms_norm(x, x, weight, **option)
     yield lambda: RMSNorm(8, **option)
 
