@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import product
 
 import torch
-from tests.rows import DTYPES, ROWS, WIDTHS, all_rows, finite_rows, generator, random_rows, special_weight
 
 from rmsnorm import reference
+from tests.rows import DTYPES, ROWS, WIDTHS, all_rows, finite_rows, generator, random_rows, special_weight
 
 NORMALIZE, ADD, BACKWARD, REBUILD = "normalize", "add", "backward", "rebuild"
 ROUNDINGS = range(len(reference.ROUNDINGS))
@@ -238,6 +238,23 @@ def many_elements():
     yield backward_case("threads, strided", x.roll(1, 1), x, plain_weight(500, BRAIN))
 
 
+def larger_than_the_cache():
+    """Then y is written past the cache (csrc/ops.cpp), if its rows are cache lines; here 17 MiB each of x and y.
+
+    Most of it is one row again and again, so that files stay small: rows decide nothing for each other.
+    """
+    for dtype, cols in ((SINGLE, 1040), (BRAIN, 4096), (HALF, 2080)):
+        copies = (17 << 20) // dtype.itemsize // cols // 30 + 1
+        x, weight = all_rows(cols, dtype), plain_weight(cols, dtype)
+        residual = x.roll(1, 0)
+        y, rstd = reference.forward(x, weight, 1e-6, 0.0, "once")
+        summed = reference.add_forward(x, residual, weight, 1e-6, 0.0, "once")
+        many = [t.expand(copies, *t.shape) for t in (x, residual, y, rstd, *summed)]
+        name = f"past the cache {describe(x, weight, 0.0)}"
+        yield Case(name, NORMALIZE, (many[0], weight, 1e-6, 0.0, 0), tuple(many[2:4]))
+        yield Case(name, ADD, (*many[:2], weight, 1e-6, 0.0, 0), tuple(many[4:]))
+
+
 GROUPS = {
     function.__name__: function
     for function in (
@@ -251,6 +268,7 @@ GROUPS = {
         rebuilding_x,
         layouts,
         many_elements,
+        larger_than_the_cache,
     )
 }
 

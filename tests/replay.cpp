@@ -32,13 +32,19 @@ T read(std::FILE* file) {
     return value;
 }
 
+constexpr int64_t line = 64;  // of the cache
+
+struct Free {
+    void operator()(void* p) const { std::free(p); }
+};
+
 class Array {
   public:
     Array() = default;
 
     // A result, filled with bytes that no kernel leaves behind.
-    Array(Dtype dtype, int64_t rows, int64_t cols)
-        : dtype_(int64_t(dtype)), rows_(rows), cols_(cols), stride_(cols + 3) {
+    Array(Dtype dtype, int64_t rows, int64_t cols, int64_t gap = 3)
+        : dtype_(int64_t(dtype)), rows_(rows), cols_(cols), stride_(cols + gap) {
         allocate();
         std::fill(memory_.get(), memory_.get() + bytes(), sentinel);
     }
@@ -64,6 +70,12 @@ class Array {
         return *this ? Rows{data() + row * stride_ * element(), stride_} : Rows{nullptr, 0};
     }
 
+    bool same_rows(const Array& other) const {
+        for (int64_t r = 0; r < rows_; ++r)
+            if (std::memcmp(at(r).data, other.at(r).data, size_t(cols_ * element()))) return false;
+        return true;
+    }
+
     void write(std::FILE* file) const {
         for (int64_t r = 0; r < rows_; ++r) {
             std::fwrite(data() + r * stride_ * element(), 1, size_t(cols_ * element()), file);
@@ -78,10 +90,14 @@ class Array {
 
     int64_t element() const { return rmsnorm::size_of(dtype()); }
     size_t bytes() const { return *this && rows_ ? size_t(((rows_ - 1) * stride_ + cols_) * element()) : 0; }
-    void allocate() { memory_.reset(new char[bytes()]); }
+    void allocate() {
+        void* found;
+        if (posix_memalign(&found, line, bytes())) fail("no memory");
+        memory_.reset(static_cast<char*>(found));
+    }
 
     int64_t dtype_ = -1, rows_ = 0, cols_ = 0, stride_ = 0;
-    std::unique_ptr<char[]> memory_;
+    std::unique_ptr<char[], Free> memory_;
 };
 
 std::vector<float> gain_of(const rmsnorm::Kernels& kernels, const Array& weight, float offset) {
@@ -107,6 +123,12 @@ void forward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
     f.rstd = rstd.get();
     f.gain = weight ? gain.data() : nullptr;
     kernels.forward(f);
+    if (f.cols * rmsnorm::size_of(f.y_type) % line == 0) {
+        const Array streamed(f.y_type, f.rows, f.cols, 0);
+        f.y = streamed.at(0), f.stream = true;
+        kernels.forward(f);
+        if (!streamed.same_rows(y)) fail("y differs when it is written past the cache");
+    }
 
     y.write(out);
     if (residual) h.write(out);

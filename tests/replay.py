@@ -41,23 +41,31 @@ def flags():
     return [*everywhere, "-std=c++17"], kernels, own
 
 
+def compile_file(directory, source, target, *options, compiler="g++"):
+    path = directory / f"{target}.o"
+    run(compiler, *flags()[0], *options, "-c", str(ROOT / source), "-o", str(path))
+    return path
+
+
+def compile_kernels(directory, isa, options=(), compiler="g++"):
+    """One instruction set's kernels. `options` come last, and so override CMakeLists.txt's."""
+    _, kernels, own = flags()
+    names = (f"-DRMSNORM_ISA_{isa.removesuffix('_BF16')}", f"-DRMSNORM_TABLE=kernels_{isa.lower()}")
+    arguments = (*kernels, *names, *own[isa], *options)
+    return compile_file(directory, "csrc/kernels.cpp", isa, *arguments, compiler=compiler)
+
+
 def build(directory, compiler="g++", machine=None, options=(), link=()):
-    """The program's path. `options` come last, and so override CMakeLists.txt's."""
-    everywhere, kernel_flags, own = flags()
-    isas = [isa for isa in own if isa == "PORTABLE" or (isa == "NEON") == ((machine or host()) == "aarch64")]
-    commands = []
-    for isa in isas:
-        names = [f"-DRMSNORM_ISA_{isa.removesuffix('_BF16')}", f"-DRMSNORM_TABLE=kernels_{isa.lower()}"]
-        commands.append((f"{isa}.o", "csrc/kernels.cpp", [*kernel_flags, *names, *own[isa]]))
-    commands += [("isa.o", "csrc/isa.cpp", []), ("replay.o", "tests/replay.cpp", [])]
-
-    def compile_one(command):
-        target, source, more = command
-        run(compiler, *everywhere, *more, *options, "-c", str(ROOT / source), "-o", str(directory / target))
-        return str(directory / target)
-
+    """The program's path."""
+    neon = (machine or host()) == "aarch64"
+    isas = ["PORTABLE", "NEON"] if neon else ["PORTABLE", "AVX2", "AVX512", "AVX512_BF16"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, commands))
+        kernels = [pool.submit(compile_kernels, directory, isa, options, compiler) for isa in isas]
+        others = [
+            pool.submit(compile_file, directory, source, Path(source).stem, *options, compiler=compiler)
+            for source in ("csrc/isa.cpp", "tests/replay.cpp")
+        ]
+        objects = [str(future.result()) for future in kernels + others]
     run(compiler, *options, *objects, *link, "-o", str(directory / "replay"))
     return directory / "replay"
 
