@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from rmsnorm import _ops, reference
 from tests import kernel_cases
 from tests.bits import bits_equal
 from tests.rows import DTYPES, all_rows, generator, random_rows
-
-from rmsnorm import _ops, reference
 
 ROOT = Path(__file__).parents[1]
 ops = torch.ops.rmsnorm
