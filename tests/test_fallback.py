@@ -7,6 +7,15 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 FILES = ("functional", "gradients", "module", "bad_input")
+# Here the reference would be compared with itself, at length.
+NOT_AGAIN = (
+    "every_pair_of_dtypes",
+    "are_the_references",
+    "x_rebuilt_from_y",
+    "do_not_warn",
+    "many_rows",
+    "beyond_32_bits",
+)
 
 WITHOUT_LIBRARY = """
 import importlib.util, sys
@@ -22,8 +31,12 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1:]]))
 
 def test_without_the_compiled_library():
     environment = {key: value for key, value in os.environ.items() if key != "RMSNORM_ISA"}
+    environment["OMP_NUM_THREADS"] = "1"  # these tensors are small: on a busy machine threads wait for each other
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_LIBRARY, *(str(TESTS / f"test_{name}.py") for name in FILES)],
+        [
+            *(sys.executable, "-c", WITHOUT_LIBRARY, "-k", f"not ({' or '.join(NOT_AGAIN)})"),
+            *(str(TESTS / f"test_{name}.py") for name in FILES),
+        ],
         cwd=TESTS.parent,
         env=environment,
         capture_output=True,
@@ -31,3 +44,4 @@ def test_without_the_compiled_library():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
