@@ -94,11 +94,25 @@ struct View {
     bool shaped_as(const View& other) const {
         return dim == other.dim && std::equal(sizes, sizes + dim, other.sizes);
     }
+    bool lies_as(const View& other) const {
+        return data == other.data && dtype == other.dtype &&
+               std::equal(strides, strides + dim, other.strides);
+    }
+    // Whether the memory between its first and its last element has nothing in common with that of `other`.
+    bool apart_from(const View& other) const { return end() <= other.data || other.end() <= data; }
     Rows rows(const Layout::Run& run, int which) const {
         return {data + run.offset[which] * rmsnorm::size_of(dtype), run.stride[which]};
     }
 
   private:
+    const char* end() const {
+        int64_t last = 0;
+        for (int64_t d = 0; d < dim; ++d) {
+            if (sizes[d] == 0) return data;
+            last += (sizes[d] - 1) * strides[d];
+        }
+        return data + (last + 1) * rmsnorm::size_of(dtype);
+    }
     void look() {
         STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dim));
         STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
@@ -276,13 +290,18 @@ std::tuple<Tensor, Tensor> forward_train(const Tensor& x_given, const std::optio
     return {y.tensor, rstd};
 }
 
+// Refuses what functional.py may still allow: an `out` not known to be x itself or apart from all that is
+// read.
 void forward_out(const Tensor& x_given, const std::optional<Tensor>& weight_given, double eps,
-                 double weight_offset, int64_t rounding, const Tensor& out) {
+                 const Tensor& out, double weight_offset, int64_t rounding) {
     const View x(x_given), y(out);
     const std::optional<View> weight = view(weight_given);
     STD_TORCH_CHECK(y.shaped_as(x) && y.dtype == result_dtype(x.dtype, weight, rounding),
                     "out must have x's shape and the result's dtype");
     STD_TORCH_CHECK(y.data == out.data_ptr(), "out must have adjacent columns");
+    STD_TORCH_CHECK(!rmsnorm::overlaps_itself(y.dim, y.sizes, y.strides), "out must not overlap itself");
+    STD_TORCH_CHECK(y.lies_as(x) || y.apart_from(x), "out must be x itself or lie apart from it");
+    STD_TORCH_CHECK(!weight || y.apart_from(*weight), "out must lie apart from weight");
     normalize(x, nullptr, weight, {eps, weight_offset, rounding}, y, nullptr, nullptr);
 }
 
@@ -402,7 +421,8 @@ STABLE_TORCH_LIBRARY(rmsnorm, m) {
     m.def("forward(Tensor x, " NORM ") -> Tensor");
     m.def("forward_train(Tensor x, " NORM ") -> (Tensor y, Tensor rstd)");
     m.def(
-        "forward_out(Tensor x, Tensor? weight, float eps, float weight_offset, int rounding, Tensor(a!) out) "
+        "forward_out(Tensor x, Tensor? weight, float eps, Tensor(a!) out, float weight_offset=0.0, int "
+        "rounding=0) "
         "-> ()");
     m.def("add_forward(Tensor x, Tensor residual, " NORM ") -> (Tensor y, Tensor h, Tensor rstd)");
     m.def(

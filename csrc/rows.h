@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace rmsnorm {
@@ -37,6 +38,23 @@ inline bool dense(int64_t dim, const int64_t* sizes, const int64_t* strides) {
         expected *= size;
     }
     return true;
+}
+
+// Whether two elements may share memory. Layouts whose dimensions interleave count as if they did.
+inline bool overlaps_itself(int64_t dim, const int64_t* sizes, const int64_t* strides) {
+    if (dense(dim, sizes, strides)) return false;
+    std::vector<std::pair<int64_t, int64_t>> by_stride;  // stride, size
+    for (int64_t d = 0; d < dim; ++d) {
+        if (sizes[d] == 0) return false;
+        if (sizes[d] != 1) by_stride.emplace_back(strides[d], sizes[d]);
+    }
+    std::sort(by_stride.begin(), by_stride.end());
+    int64_t reach = 0;
+    for (auto [stride, size] : by_stride) {
+        if (stride <= reach) return true;
+        reach += (size - 1) * stride;
+    }
+    return false;
 }
 
 // The rows of four tensors of one shape; a caller with fewer passes one of them again.

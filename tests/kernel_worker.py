@@ -44,7 +44,7 @@ def normalize(x, weight, eps, offset, rounding, expected):
     yield "x afterwards", x, before
 
     out = torch.full(x.shape, torch.nan, dtype=y.dtype)
-    ops.forward_out(x, *options, out)
+    ops.forward_out(x, *options[:2], out, *options[2:])
     yield "out", out, y_wanted
     if x.numel() > 100_000:
         return
@@ -52,13 +52,13 @@ def normalize(x, weight, eps, offset, rounding, expected):
     around = torch.full((math.prod(x.shape[:-1]) * (x.shape[-1] + 3) + 1,), 7.0, dtype=y.dtype)
     rows = around[1:].unflatten(0, (-1, x.shape[-1] + 3)) if x.numel() else around.new_empty(0, x.shape[-1] + 3)
     out = rows[:, : x.shape[-1]]
-    ops.forward_out(x.reshape(-1, x.shape[-1]), *options, out)
+    ops.forward_out(x.reshape(-1, x.shape[-1]), *options[:2], out, *options[2:])
     yield "strided out", out.clone(), y_wanted.reshape(out.shape)
     out.fill_(7.0)
     yield "what lies around out", around, torch.full_like(around, 7.0)
     if y.dtype == x.dtype:
         x = copy_with_strides(x)
-        ops.forward_out(x, *options, x)
+        ops.forward_out(x, *options[:2], x, *options[2:])
         yield "out=x", x, y_wanted
 
 

@@ -2,7 +2,7 @@
 
     forward(x, weight, eps, weight_offset, rounding) -> y
     forward_train(...) -> (y, rstd)
-    forward_out(..., out) -> ()
+    forward_out(x, weight, eps, out, weight_offset, rounding) -> ()
     add_forward(x, residual, ...) -> (y, h, rstd)
     backward(dy, x, rstd, weight, weight_offset, dh, rebuilt_dtype, need_dx, need_dweight) -> (dx, dweight)
 
@@ -27,7 +27,7 @@ from rmsnorm import checks, reference
 _SCHEMAS = """
 forward(Tensor x, Tensor? weight, float eps, float weight_offset=0.0, int rounding=0) -> Tensor
 forward_train(Tensor x, Tensor? weight, float eps, float weight_offset=0.0, int rounding=0) -> (Tensor y, Tensor rstd)
-forward_out(Tensor x, Tensor? weight, float eps, float weight_offset, int rounding, Tensor(a!) out) -> ()
+forward_out(Tensor x, Tensor? weight, float eps, Tensor(a!) out, float weight_offset=0.0, int rounding=0) -> ()
 add_forward(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset=0.0, int rounding=0) -> (Tensor y, Tensor h, Tensor rstd)
 backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, float weight_offset, Tensor? dh, ScalarType? rebuilt_dtype, bool need_dx, bool need_dweight) -> (Tensor dx, Tensor dweight)
 """  # noqa: E501
@@ -83,8 +83,12 @@ def forward_train(
     return reference.forward(x, weight, eps, weight_offset, reference.ROUNDINGS[rounding])
 
 
-def forward_out(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: int, out: Tensor) -> None:
-    out.copy_(forward(x, weight, eps, weight_offset, rounding))
+def forward_out(
+    x: Tensor, weight: Tensor | None, eps: float, out: Tensor, weight_offset: float = 0.0, rounding: int = 0
+) -> None:
+    y = forward(x, weight, eps, weight_offset, rounding)
+    checks.check_out(out, x, weight, y.dtype)
+    out.copy_(y)
 
 
 def add_forward(

@@ -83,7 +83,12 @@ def rms_norm(
         ):
             wanted = _grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
             if out is not None:
-                if not wanted and _write_directly(out, x, weight, eps, weight_offset, rounding):
+                if not (wanted or (_grad_enabled() and out.requires_grad) or out.is_neg()):
+                    if weight_offset == 0.0 and rounding == "once":
+                        _forward_out(x, weight, eps, out)
+                    else:
+                        _forward_out(x, weight, eps, out, weight_offset, _CODES[rounding])
+                    _count_change((out,))
                     return out
             elif wanted:
                 return _train(x, weight, eps, weight_offset, _CODES[rounding], False)  # type: ignore[no-any-return]
@@ -197,18 +202,6 @@ def _normalize_rows(
     return y if y.dtype == result else y.to(result), h
 
 
-def _write_directly(
-    out: Tensor, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: str
-) -> bool:
-    """Whether the operator could write to `out`, which then holds the result."""
-    checks.check_out(out, x, weight, reference.result_dtype(x, weight, rounding))
-    if out.stride(-1) != 1 or out.is_neg() or (_grad_enabled() and out.requires_grad):
-        return False
-    _forward_out(x, weight, eps, weight_offset, _CODES[rounding], out)
-    _count_change((out,))
-    return True
-
-
 def _write_out(
     out: Tensor,
     x: Tensor,
@@ -218,7 +211,7 @@ def _write_out(
     rounding: str,
     normalized_shape: int | Sequence[int] | None,
 ) -> Tensor:
-    """What the fast path does not take: several dimensions, strided columns, float64; and what it refuses."""
+    """What the operator does not take: several dimensions, strided columns, float64; and what it must not."""
     checks.check_inputs(x, weight, normalized_shape)
     checks.check_rounding(rounding)
     checks.check_out(out, x, weight, reference.result_dtype(x, weight, rounding))
