@@ -38,7 +38,7 @@ sanitize: $(VENV)/.package
 		$(BIN)/python -m pytest tests
 
 bench: $(VENV)/.package
-	$(BIN)/rmsnorm bench
+	$(BIN)/python benchmarks/bench.py
 
 wheel: $(VENV)/.tools
 	$(PIP) wheel . --no-build-isolation --no-deps --wheel-dir dist

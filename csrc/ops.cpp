@@ -73,6 +73,7 @@ struct View {
     int64_t dim, *sizes, *strides;
     Dtype dtype;
     char* data;
+    bool copied = false;
 
     explicit View(const Tensor& given) : tensor(given) {
         STD_TORCH_CHECK(tensor.is_cpu(), "expected a tensor on the CPU");
@@ -80,6 +81,7 @@ struct View {
         STD_TORCH_CHECK(dim > 0 && cols() > 0, "expected at least one dimension, the last not empty");
         if (cols() != 1 && strides[dim - 1] != 1) {
             tensor = torch::stable::contiguous(tensor);
+            copied = true;
             look();
         }
     }
@@ -298,7 +300,7 @@ void forward_out(const Tensor& x_given, const std::optional<Tensor>& weight_give
     const std::optional<View> weight = view(weight_given);
     STD_TORCH_CHECK(y.shaped_as(x) && y.dtype == result_dtype(x.dtype, weight, rounding),
                     "out must have x's shape and the result's dtype");
-    STD_TORCH_CHECK(y.data == out.data_ptr(), "out must have adjacent columns");
+    STD_TORCH_CHECK(!x.copied && !y.copied && !(weight && weight->copied), "expected adjacent columns");
     STD_TORCH_CHECK(!rmsnorm::overlaps_itself(y.dim, y.sizes, y.strides), "out must not overlap itself");
     STD_TORCH_CHECK(y.lies_as(x) || y.apart_from(x), "out must be x itself or lie apart from it");
     STD_TORCH_CHECK(!weight || y.apart_from(*weight), "out must lie apart from weight");

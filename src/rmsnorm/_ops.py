@@ -140,8 +140,10 @@ def _fake_forward_train(
     return _fake_forward(x, weight, eps, weight_offset, rounding), _rstd_like(x)
 
 
-def _fake_forward_out(x: Tensor, weight: Tensor | None, *rest: Any) -> None:
-    _fake_forward(x, weight, *rest[:3])
+def _fake_forward_out(
+    x: Tensor, weight: Tensor | None, eps: float, out: Tensor, weight_offset: float = 0.0, rounding: int = 0
+) -> None:
+    _fake_forward(x, weight, eps, weight_offset, rounding)
 
 
 def _fake_add_forward(

@@ -83,7 +83,7 @@ def rms_norm(
         ):
             wanted = _grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
             if out is not None:
-                if not (wanted or (_grad_enabled() and out.requires_grad) or out.is_neg()):
+                if out.device == x.device and not (wanted or (_grad_enabled() and out.requires_grad) or out.is_neg()):
                     if weight_offset == 0.0 and rounding == "once":
                         _forward_out(x, weight, eps, out)
                     else:
