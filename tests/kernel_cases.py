@@ -4,73 +4,29 @@ They are made once and saved, because the reference is the slow side and each in
 own (kernel_worker.py). Views that share memory still do when they are loaded: `torch.save` keeps strides and storage.
 """
 
-from dataclasses import dataclass
 from itertools import product
 
 import torch
 
 from rmsnorm import reference
+from tests import sharp_cases
+from tests.kernel_calls import (
+    ADD,
+    NORMALIZE,
+    Case,
+    add_case,
+    backward_case,
+    describe,
+    normalize_case,
+    plain_weight,
+    rebuild_case,
+)
 from tests.rows import DTYPES, ROWS, WIDTHS, all_rows, finite_rows, generator, random_rows, special_weight
 
-NORMALIZE, ADD, BACKWARD, REBUILD = "normalize", "add", "backward", "rebuild"
 ROUNDINGS = range(len(reference.ROUNDINGS))
 WEIGHTS = (None, *DTYPES)
 SHORT = tuple(width for width in WIDTHS if width <= 127)
 SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call. `op` says which operators it stands for and what `arguments` are; see kernel_worker.py."""
-
-    name: str
-    op: str
-    arguments: tuple
-    expected: tuple
-
-
-def normalize_case(name, x, weight, eps=1e-6, offset=0.0, rounding=0):
-    expected = reference.forward(x, weight, eps, offset, reference.ROUNDINGS[rounding])
-    return Case(
-        f"{name} {describe(x, weight, offset, rounding)}", NORMALIZE, (x, weight, eps, offset, rounding), expected
-    )
-
-
-def add_case(name, x, residual, weight, eps=1e-6, offset=0.0, rounding=0):
-    expected = reference.add_forward(x, residual, weight, eps, offset, reference.ROUNDINGS[rounding])
-    arguments = (x, residual, weight, eps, offset, rounding)
-    return Case(f"{name} {describe(x, weight, offset, rounding)}", ADD, arguments, expected)
-
-
-def backward_case(name, dy, x, weight, offset=0.0, dh=None, eps=1e-6):
-    rstd = reference.forward(x, weight, eps, offset, "once")[1]
-    expected = reference.backward(dy, x, rstd, weight, offset, dh)
-    name = f"{name} {describe(x, weight, offset)} dy={short(dy.dtype)} dh={dh is not None}"
-    return Case(name, BACKWARD, (dy, x, rstd, weight, offset, dh), expected)
-
-
-def rebuild_case(name, x, weight, offset=0.0, rounding=0, eps=1e-6, dh=None):
-    y, rstd = reference.forward(x, weight, eps, offset, reference.ROUNDINGS[rounding])
-    dy = random_rows(1, x.shape[-1], y.dtype, 1)[0].expand(x.shape)
-    rebuilt = reference.rebuild(y, rstd, weight, offset, x.dtype)
-    expected = reference.backward(dy, rebuilt, rstd, weight, offset, dh)
-    name = f"{name} {describe(x, weight, offset, rounding)} dh={dh is not None}"
-    return Case(name, REBUILD, (dy, y, rstd, weight, offset, dh, x.dtype), expected)
-
-
-def short(dtype):
-    return str(dtype).removeprefix("torch.")
-
-
-def describe(x, weight, offset, rounding=0):
-    kind = "none" if weight is None else short(weight.dtype)
-    return f"{tuple(x.shape)} x={short(x.dtype)} weight={kind} offset={offset} {reference.ROUNDINGS[rounding]}"
-
-
-def plain_weight(width, dtype, seed=3):
-    """Around 1, so that gains neither vanish nor hide what is multiplied by them."""
-    return None if dtype is None else (1 + 0.3 * torch.randn(width, generator=generator(seed))).to(dtype)
-
 
 # ---------------------------------------------------------------- the groups
 
@@ -269,6 +225,8 @@ GROUPS = {
         layouts,
         many_elements,
         larger_than_the_cache,
+        sharp_cases.sums_to_the_last_quantum,
+        sharp_cases.products_to_the_last_quantum,
     )
 }
 

@@ -19,6 +19,7 @@ import torch
 from rmsnorm import _ops, reference
 from tests import kernel_cases
 from tests.bits import bits_equal
+from tests.kernel_calls import plain_weight
 from tests.rows import DTYPES, all_rows, generator, random_rows
 
 ROOT = Path(__file__).parents[1]
@@ -106,7 +107,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch_of_257(width, dtype):
     special = all_rows(width, dtype)
     x = torch.cat([special, random_rows(257 - len(special), width, dtype, seed=1)])
     dy = random_rows(257, width, dtype, seed=2)
-    weight = kernel_cases.plain_weight(width, torch.float32)
+    weight = plain_weight(width, torch.float32)
     batch = everything(x, weight, dy)
     for row in range(257):
         alone = everything(x[row : row + 1], weight, dy[row : row + 1])
@@ -116,7 +117,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch_of_257(width, dtype):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_permuted_rows_permute_the_results(threads, assert_bits_equal, with_threads):
     x, dy = all_rows(4093, torch.bfloat16), random_rows(len(all_rows(4093, torch.bfloat16)), 4093, torch.bfloat16, 1)
-    weight = kernel_cases.plain_weight(4093, torch.float32)
+    weight = plain_weight(4093, torch.float32)
     order = torch.randperm(len(x), generator=generator(3))
     with with_threads(threads):
         for given, permuted in zip(everything(x, weight, dy), everything(x[order], weight, dy[order]), strict=True):
@@ -129,7 +130,7 @@ def test_permuted_elements_permute_the_results(width, dtype, assert_bits_equal):
     """The sharpest test of the contract: no sum may depend on the order of its terms."""
     x = all_rows(width, dtype)
     dy = random_rows(len(x), width, dtype, seed=1)
-    weight = kernel_cases.plain_weight(width, dtype)
+    weight = plain_weight(width, dtype)
     order = torch.randperm(width, generator=generator(2))
     given = everything(x, weight, dy)
     permuted = everything(x[:, order], weight[order], dy[:, order])
@@ -140,7 +141,7 @@ def test_permuted_elements_permute_the_results(width, dtype, assert_bits_equal):
 def test_fused_add_is_the_add_and_then_the_norm(assert_bits_equal):
     for dtype in DTYPES:
         x = all_rows(1000, dtype)
-        residual, weight = x.flip(0), kernel_cases.plain_weight(1000, dtype)
+        residual, weight = x.flip(0), plain_weight(1000, dtype)
         y, h, rstd = ops.add_forward(x, residual, weight, 1e-6, 0.0, 0)
         assert_bits_equal(h, x + residual)
         y_of_h, rstd_of_h = ops.forward_train(h, weight, 1e-6, 0.0, 0)
@@ -151,7 +152,7 @@ def test_fused_add_is_the_add_and_then_the_norm(assert_bits_equal):
 @pytest.mark.parametrize("threads", [2, 3, 7])
 def test_threads_change_nothing(threads, assert_bits_equal, with_threads):
     x, dy = random_rows(1111, 257, torch.float32, 1), random_rows(1111, 257, torch.float32, 2)
-    weight = kernel_cases.plain_weight(257, torch.float32)
+    weight = plain_weight(257, torch.float32)
 
     def run(n):
         with with_threads(n):
@@ -174,7 +175,7 @@ def test_rows_more_than_two_to_the_31_elements_apart(dtype, assert_bits_equal):
     far = torch.frombuffer(memory, dtype=dtype).as_strided((rows, width), (stride, 1))
     near = random_rows(rows, width, dtype, seed=1)
     far.copy_(near)
-    weight = kernel_cases.plain_weight(width, dtype)
+    weight = plain_weight(width, dtype)
     y, rstd = reference.forward(near, weight, 1e-6, 0.0, "once")
     dx, dweight = reference.backward(near, near, rstd, weight, 0.0)
     assert_bits_equal(ops.forward(far, weight, 1e-6, 0.0, 0), y)
