@@ -116,7 +116,7 @@ void backward_rows(const Backward& b) {
             sum_products_of_rows(tasks, rows, b.cols);
             for (int64_t r = 0; r < rows; ++r) {
                 bool defined = finite(u_max[r]) && finite(x_max[r]);
-                double c = defined ? drain(tasks[r].sums, tasks[r].start) : __builtin_nan("");
+                double c = defined ? tasks[r].sum : __builtin_nan("");
                 k[r] = float(double(b.rstd[r0 + r]) * c * reciprocal);
             }
         }

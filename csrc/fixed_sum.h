@@ -36,8 +36,7 @@ inline int ceil_log2(int64_t n) {
 inline double start_value(int exponent, int log_cols) { return 1.5 * power_of_two(exponent + log_cols + 1); }
 
 // What was added to four accumulators. Their differences from the start add exactly, in any order.
-inline double drain(const F64 (&sums)[4], double start) {
-    F64 s = set64(start);
+inline double drain(const F64 (&sums)[4], F64 s) {
     return total(add(add(sub(sums[0], s), sub(sums[1], s)), add(sub(sums[2], s), sub(sums[3], s))));
 }
 
@@ -72,7 +71,7 @@ template <class T>
 struct SquareTask {
     const T* x;
     double start;
-    F64 sums[4];
+    double sum;
     const T* next;       // a row whose largest magnitude is wanted; may be null
     float next_largest;  // of `next`
     const char*
@@ -105,7 +104,7 @@ inline void sum_squares(SquareTask<T>& task, int64_t cols) {
         widen(i + N <= cols ? load(x + i) : load(x + i, cols - i), v[0], v[1]);
         for (int k = 0; k < 2; ++k) sums[k] = fma_down(v[k], v[k], sums[k]);
     }
-    for (int k = 0; k < 4; ++k) task.sums[k] = sums[k];
+    task.sum = drain(sums, s);
     task.next_largest = m.value();
 }
 
@@ -137,7 +136,7 @@ struct ProductTask {
     const float* u;
     const X* x;
     double start;
-    F64 sums[4];
+    double sum;
     const DY* dy_later;
     const X* x_later;
     const X* write_after;  // where dx goes
@@ -164,7 +163,7 @@ inline void sum_products(ProductTask<DY, X>& task, int64_t cols) {
         widen(whole ? load(task.x + i) : load(task.x + i, cols - i), x[0], x[1]);
         for (int j = 0; j < 2; ++j) sums[j] = fma_down(u[j], x[j], sums[j]);
     }
-    for (int j = 0; j < 4; ++j) task.sums[j] = sums[j];
+    task.sum = drain(sums, s);
 }
 
 template <class DY, class X>

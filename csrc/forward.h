@@ -95,7 +95,7 @@ void forward_rows(const Forward& f) {
         }
         sum_squares_of_rows(tasks, rows, f.cols);
         for (int64_t r = 0; r < rows; ++r) {
-            sum[r] = finite(m[r]) ? drain(tasks[r].sums, tasks[r].start) : double(m[r]) * double(m[r]);
+            sum[r] = finite(m[r]) ? tasks[r].sum : double(m[r]) * double(m[r]);
             if (look_ahead) m[r] = tasks[r].next_largest;
         }
         for (int64_t r = 0; r < rows; ++r) rstd[r] = float(1.0 / __builtin_sqrt(sum[r] * reciprocal + f.eps));

@@ -32,7 +32,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // Below this many elements a second thread costs more than it saves.
-constexpr int64_t elements_per_thread = 32768;
+constexpr int64_t elements_per_thread = 16384;
 // Fresh outputs this large are asked to come in huge pages: the page faults of small ones cost more than the
 // kernel.
 constexpr int64_t huge_page_bytes = int64_t(4) << 20;
