@@ -7,8 +7,23 @@ from importlib.metadata import version as _version
 
 from rmsnorm.comparison import compare_normalization
 from rmsnorm.functional import add_rms_norm, rms_norm
+from rmsnorm.gating import GatedRMSNorm, gated_rms_norm
 from rmsnorm.module import RMSNorm
+from rmsnorm.patching import Convention, Report, identify, patch, unpatch
 
 __version__ = _version("rmsnorm")
 
-__all__ = ["RMSNorm", "__version__", "add_rms_norm", "compare_normalization", "rms_norm"]
+__all__ = [
+    "Convention",
+    "GatedRMSNorm",
+    "RMSNorm",
+    "Report",
+    "__version__",
+    "add_rms_norm",
+    "compare_normalization",
+    "gated_rms_norm",
+    "identify",
+    "patch",
+    "rms_norm",
+    "unpatch",
+]
