@@ -6,6 +6,7 @@ y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)
 from importlib.metadata import version as _version
 
 from rmsnorm.comparison import compare_normalization
+from rmsnorm.conversion import fold_offset, unfold_offset
 from rmsnorm.functional import add_rms_norm, rms_norm
 from rmsnorm.gating import GatedRMSNorm, gated_rms_norm
 from rmsnorm.module import RMSNorm
@@ -21,9 +22,11 @@ __all__ = [
     "__version__",
     "add_rms_norm",
     "compare_normalization",
+    "fold_offset",
     "gated_rms_norm",
     "identify",
     "patch",
     "rms_norm",
+    "unfold_offset",
     "unpatch",
 ]
