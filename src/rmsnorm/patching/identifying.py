@@ -7,6 +7,7 @@ from collections.abc import Hashable
 import torch
 from torch import nn
 
+from rmsnorm.gating import GatedRMSNorm
 from rmsnorm.module import RMSNorm
 from rmsnorm.patching.convention import Convention
 from rmsnorm.patching.probes import LARGEST_MATRIX, find_form
@@ -76,4 +77,4 @@ def _plain(value: object) -> Hashable:
 
 def is_ours(module: nn.Module) -> bool:
     """Whether it is this library's own module already."""
-    return isinstance(module, RMSNorm)
+    return isinstance(module, (RMSNorm, GatedRMSNorm))

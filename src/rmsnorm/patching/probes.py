@@ -22,6 +22,8 @@ from rmsnorm.patching.specimen import NotRMSNorm, Specimen
 SMALLEST_WIDTH = 2
 # Weights of several dimensions are gains over heads; larger ones are matrices, and running them would take long.
 LARGEST_MATRIX = 2**16
+# Below, no row of data shows how eps enters.
+SMALLEST_EPS = 1e-16
 _CLOSE = 1e-4
 _LARGE, _TINY = 2.0**10, 1e-15
 _WIDTHS_WITHOUT_WEIGHT = (64, 48)
@@ -62,7 +64,8 @@ def _row_shapes(specimen: Specimen) -> list[tuple[int, ...]]:
         shape = tuple(t.shape)
         while len(shape) > 1 and shape[0] == 1:
             shape = shape[1:]
-        if t.numel() >= SMALLEST_WIDTH and (len(shape) == 1 or t.numel() <= LARGEST_MATRIX):
+        # A one inside the shape is a dimension that the weight is spread over: it is no part of a row.
+        if t.numel() >= SMALLEST_WIDTH and (len(shape) == 1 or (t.numel() <= LARGEST_MATRIX and 1 not in shape)):
             shapes.append(shape)
     if not specimen.tensors:
         sizes = [specimen.attribute(name) for name in _NAMES_OF_WIDTHS]
@@ -222,6 +225,12 @@ def _eps(
     if eps <= 1e-3 * float(mean_square.min()):
         # Its own rounding hides eps from 0: zeros tell them apart.
         return 0.0 if not bool(run(torch.zeros_like(x)).isfinite().all()) else float(torch.finfo(torch.float32).tiny)
+    if eps >= SMALLEST_EPS:
+        # Where both terms count, a clamp or an eps beside the root shows.
+        scale = (eps / float(x.square().mean())) ** 0.5
+        both = run(x * scale).double().reshape(q.shape) / (x * scale).double().reshape(q.shape)
+        if not _close(both, gain * (mean_square / _TINY**2 * scale**2 + eps).rsqrt(), 1e-3):
+            raise NotRMSNorm("its eps is not added inside the square root", True)
     named = [value for value in specimen.numbers() if abs(value - eps) <= 1e-3 * eps]
     if named:
         return min(named, key=lambda value: abs(value - eps))

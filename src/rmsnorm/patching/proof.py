@@ -9,6 +9,7 @@ rounding and so move the result by two units. Gradients in float32 are held to t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from rmsnorm import reference
 from rmsnorm.patching.convention import Convention, Evidence, short
+from rmsnorm.patching.probes import SMALLEST_EPS
 from rmsnorm.patching.specimen import NotRMSNorm, Specimen
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,9 +29,10 @@ THEIR_ROUNDINGS = 12.0
 OUR_ROUNDINGS, OUR_GATED_ROUNDINGS = 4.0, 8.0
 # Of float32, for gradients: sums over the row and the rows, whose terms partly cancel.
 GRADIENT_TOLERANCE = 1e-4
-# Magnitudes of the rows. float32 alone shows eps at work; 16-bit squares of such rows would underflow.
+# Magnitudes of the rows. float32 alone shows eps at work; 16-bit squares of such rows would underflow,
+# and of much larger ones overflow, in modules that take them.
 _SCALES = (0.25, 1.0, 4.0)
-_ROWS = 2
+_SCALES_BESIDE_EPS = (0.3, 1.0, 3.0)
 
 
 def prove(specimen: Specimen, form: Convention) -> Convention:
@@ -76,14 +79,16 @@ def prove(specimen: Specimen, form: Convention) -> Convention:
 def confirm(specimen: Specimen, convention: Convention) -> None:
     """One quick look whether the convention holds for the module's own tensors, in their own dtype.
 
+    Weights that are not there yet, on the meta device or not finite, have nothing to show.
+
     Raises:
         NotRMSNorm: it does not.
     """
     weight = None if convention.weight is None else specimen.tensors[convention.weight]
-    if weight is not None and weight.is_meta:
+    if weight is not None and (weight.is_meta or not weight.isfinite().all()):
         return
     dtype = torch.float32 if weight is None or weight.dtype not in DTYPES else weight.dtype
-    sample = _sample(specimen, convention, dtype, None if weight is None else dtype)
+    sample = _sample(specimen, convention, dtype, None if weight is None else dtype, scales=(1.0,), rows=1)
     if weight is not None:
         sample["weight"] = weight.detach().to(dtype)
     judged = _judge(convention, sample, _run(specimen, convention, sample))
@@ -92,18 +97,22 @@ def confirm(specimen: Specimen, convention: Convention) -> None:
 
 
 def _sample(
-    specimen: Specimen, form: Convention, x_dtype: torch.dtype, weight_dtype: torch.dtype | None
+    specimen: Specimen,
+    form: Convention,
+    x_dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    scales: Sequence[float] = _SCALES,
+    rows: int = 2,
 ) -> dict[str, Tensor]:
     """Fresh random rows of several magnitudes, with a gate and a weight."""
     shape = form.shape or (form.group_size or 64,)
     generator = torch.Generator().manual_seed(DTYPES.index(x_dtype) + 3 * len(shape))
-    scales = list(_SCALES)
     if x_dtype == torch.float32:
         # Below, a row of data would have to be all but zero, where forms that clamp the norm instead of adding eps
         # differ.
-        low = max(form.eps or torch.finfo(torch.float32).eps, 1e-16) ** 0.5
-        scales += [0.3 * low, low, 3.0 * low, 64.0]
-    x = torch.randn(len(scales), _ROWS, *shape, generator=generator)
+        low = max(form.eps or torch.finfo(torch.float32).eps, SMALLEST_EPS) ** 0.5
+        scales = [*scales, *(factor * low for factor in _SCALES_BESIDE_EPS)]
+    x = torch.randn(len(scales), rows, *shape, generator=generator)
     x *= torch.tensor(scales).view(-1, 1, *(1 for _ in shape))
     sample = {"x": x}
     if form.activation is not None:
@@ -198,7 +207,7 @@ def roundings(y: Tensor, correct: Tensor, precision: torch.dtype) -> float:
 def units_apart(a: Tensor, b: Tensor, precision: torch.dtype) -> int:
     """The largest distance of two results in units in the last place of a precision."""
     size = torch.maximum(a.double().abs(), b.double().abs()).clamp_min(torch.finfo(a.dtype).smallest_normal)
-    unit = torch.exp2(torch.floor(torch.log2(size))) * torch.finfo(precision).eps
+    unit = reference._power_of_two(reference._exponent(size) - 1) * torch.finfo(precision).eps
     return math.ceil(float(((a.double() - b.double()).abs() / unit).max()))
 
 

@@ -8,6 +8,8 @@ work as before, and going back is going back to the class.
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from rmsnorm.patching.specimen import NotRMSNorm, Specimen
 def patch(model: nn.Module) -> Report:
     """Makes every RMSNorm of a model use this library, each after the proof that its results are the same.
 
+    >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.RMSNorm(8))
     >>> report = patch(model)
     >>> [entry.name for entry in report.replaced]
@@ -39,28 +42,41 @@ def patch(model: nn.Module) -> Report:
     Returns:
         What was found and replaced, how it was proved, and what was left alone and why; it prints as a table.
     """
-    known: dict[Any, Convention | NotRMSNorm] = {}
     entries = []
     others = 0
+    for entry, module in survey(model):
+        if entry.convention is not None and not entry.reason:
+            module.__class__ = _subclass(type(module), entry.convention)
+            entry = replace(entry, replaced=True)
+        if entry.convention is not None or entry.reason:
+            entries.append(entry)
+        else:
+            others += 1
+    return Report(tuple(entries), others)
+
+
+def survey(model: nn.Module) -> Iterator[tuple[Entry, nn.Module]]:
+    """Every module of a model with its convention, or a reason why it has none; neither if it normalises nothing."""
+    known: dict[Hashable, Convention | NotRMSNorm] = {}
     for name, module in model.named_modules():
-        key = None
+        class_name = getattr(type(module), "_rmsnorm_original", type(module)).__name__
         if is_ours(module) or is_patched(module):
-            already = getattr(type(module), "_rmsnorm_convention", None)
-            entries.append(Entry(name, _class_name(module), already, reason="uses this library already"))
+            convention = getattr(type(module), "_rmsnorm_convention", None) or _examined(module)
+            found = None if isinstance(convention, NotRMSNorm) else convention
+            yield Entry(name, class_name, found, reason="uses this library already"), module
             continue
-        if (key := signature(module)) not in known:
+        key = signature(module)
+        if key not in known:
             known[key] = _examined(module)
         found = known[key]
         if isinstance(found, Convention):
             found = _confirmed(module, found)
         if isinstance(found, Convention):
-            module.__class__ = _subclass(type(module), found)
-            entries.append(Entry(name, _class_name(module), found, replaced=True))
-        elif found.normalises or "norm" in _class_name(module).lower():
-            entries.append(Entry(name, _class_name(module), None, reason=str(found)))
+            yield Entry(name, class_name, found), module
+        elif found.normalises or "norm" in class_name.lower():
+            yield Entry(name, class_name, None, reason=str(found)), module
         else:
-            others += 1
-    return Report(tuple(entries), others)
+            yield Entry(name, class_name, None), module
 
 
 def unpatch(model: nn.Module) -> int:
@@ -103,10 +119,6 @@ def _confirmed(module: nn.Module, convention: Convention) -> Convention | NotRMS
         except NotRMSNorm as reason:
             return reason
     return convention
-
-
-def _class_name(module: nn.Module) -> str:
-    return getattr(type(module), "_rmsnorm_original", type(module)).__name__
 
 
 @functools.cache
