@@ -95,6 +95,8 @@ def from_module(module: nn.Module, cls: type[Made]) -> Made:
     made = cls(**convention.arguments)
     if weight is not None and made.weight is not None:
         shape = tuple(made.weight.shape)
+        if isinstance(made, RMSNorm):
+            made.sequence_parallel = getattr(weight, "sequence_parallel", False)
         if tuple(weight.shape) == shape and isinstance(weight, nn.Parameter):
             made.weight = weight
         else:
