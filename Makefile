@@ -15,7 +15,7 @@ export RMSNORM_REQUIRE_KERNELS ?= 1
 
 CSRC := $(wildcard csrc/*)
 .DELETE_ON_ERROR:
-.PHONY: demo test check sanitize bench wheel fix clean
+.PHONY: demo test check families sanitize bench wheel fix clean
 
 demo: $(VENV)/.demo
 	$(BIN)/rmsnorm demo
@@ -48,6 +48,10 @@ fix: $(VENV)/.package
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CSRC)
+
+# The table of other people's norms; the wild tests hold it to what this writes.
+families: $(VENV)/.demo
+	$(BIN)/python -m tests.wild.classes
 
 # .venv stays: it may be yours, and it is slow to fill.
 clean:

@@ -6,9 +6,27 @@ y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)
 from importlib.metadata import version as _version
 
 from rmsnorm.comparison import compare_normalization
+from rmsnorm.conversion import fold_offset, unfold_offset
 from rmsnorm.functional import add_rms_norm, rms_norm
+from rmsnorm.gating import GatedRMSNorm, gated_rms_norm
 from rmsnorm.module import RMSNorm
+from rmsnorm.patching import Convention, Report, identify, patch, unpatch
 
 __version__ = _version("rmsnorm")
 
-__all__ = ["RMSNorm", "__version__", "add_rms_norm", "compare_normalization", "rms_norm"]
+__all__ = [
+    "Convention",
+    "GatedRMSNorm",
+    "RMSNorm",
+    "Report",
+    "__version__",
+    "add_rms_norm",
+    "compare_normalization",
+    "fold_offset",
+    "gated_rms_norm",
+    "identify",
+    "patch",
+    "rms_norm",
+    "unfold_offset",
+    "unpatch",
+]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rmsnorm import autograd, checks, formula, reference
+from rmsnorm import autograd, checks, formula, gating, reference
 from rmsnorm._ops import direct, operators
 
 _CODES = {name: index for index, name in enumerate(reference.ROUNDINGS)}
@@ -35,6 +35,7 @@ def rms_norm(
     weight_offset: float = 0.0,
     rounding: str = "once",
     normalized_shape: int | Sequence[int] | None = None,
+    group_size: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Root mean square normalisation over the trailing dimensions that `weight` spans.
@@ -55,6 +56,8 @@ def rms_norm(
             "before_scale": x_hat to x's dtype, then the product to the promotion of x and weight (Llama, Qwen);
             "weight_dtype": x_hat to the weight's dtype if that has 16 bits, and the product to it (T5).
         normalized_shape: the trailing dimensions to normalise over, if weight does not say; the last one by default.
+        group_size: how many consecutive elements of the last dimension share their statistics; it divides d. None means
+            all of them.
         out: receives the result; may be x itself. For inference: not together with a gradient.
 
     Returns:
@@ -75,6 +78,7 @@ def rms_norm(
             and type(eps) is float
             and type(weight_offset) is float
             and normalized_shape is None
+            and group_size is None
             and x.dtype is not _FLOAT64
             and (weight is None or (weight.dim() == 1 and weight.dtype is not _FLOAT64))
             and _functorch_level() is None
@@ -98,6 +102,8 @@ def rms_norm(
                 return _forward(x, weight, eps, weight_offset, _CODES[rounding])  # type: ignore[no-any-return]
     except (AttributeError, KeyError, RuntimeError, TypeError):
         pass
+    if group_size is not None:
+        return _normalize_groups(x, weight, eps, weight_offset, rounding, normalized_shape, group_size, out)
     if out is not None:
         return _write_out(out, x, weight, eps, weight_offset, rounding, normalized_shape)
     return normalize(x, None, weight, eps, weight_offset, rounding, normalized_shape)[0]
@@ -218,3 +224,20 @@ def _write_out(
     if _grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, out)):
         raise ValueError("out is for inference: call under torch.no_grad(), or leave it out where a gradient is needed")
     return out.copy_(normalize(x, None, weight, eps, weight_offset, rounding, normalized_shape)[0])
+
+
+def _normalize_groups(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    rounding: str,
+    normalized_shape: int | Sequence[int] | None,
+    group_size: int,
+    out: Tensor | None,
+) -> Tensor:
+    if checks.check_inputs(x, weight, normalized_shape) != 1:
+        raise ValueError("group_size divides the last dimension: weight and normalized_shape must have one dimension")
+    if out is not None:
+        raise ValueError("out is not offered together with group_size")
+    return gating.normalize_groups(x, None, weight, eps, weight_offset, rounding, group_size)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rmsnorm import checks, functional
+from rmsnorm import checks, functional, gating
 
 
 class RMSNorm(nn.Module):
@@ -27,6 +27,7 @@ class RMSNorm(nn.Module):
         elementwise_affine: whether there is a weight.
         weight_offset: added to the weight. With 1.0 the weight starts at zeros and means an offset from one (Gemma).
         rounding: "once", "before_scale" (Llama, Qwen) or "weight_dtype" (T5); see `rms_norm`.
+        group_size: how many consecutive elements share their statistics; it divides dim. None means all of them.
         memory_efficient: training keeps y instead of x, which the next layer mostly keeps anyway. x is rebuilt from y,
             to within y's own rounding; where a gain is (nearly) zero x is kept after all. First derivatives only.
         sequence_parallel: sets that attribute on the parameter, for trainers in the manner of Megatron.
@@ -49,6 +50,7 @@ class RMSNorm(nn.Module):
         elementwise_affine: bool = True,
         weight_offset: float = 0.0,
         rounding: str = "once",
+        group_size: int | None = None,
         memory_efficient: bool = False,
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
@@ -64,6 +66,11 @@ class RMSNorm(nn.Module):
         checks.check_rounding(rounding)
         checks.check_dtype(dtype, "dtype")
         self.rounding = rounding
+        if group_size is not None:
+            gating.check_group_size(group_size, self.normalized_shape[-1])
+            if memory_efficient or len(self.normalized_shape) > 1:
+                raise ValueError("group_size divides one dimension, and is not offered with memory_efficient=True")
+        self.group_size = group_size
         self.memory_efficient = memory_efficient
         self.sequence_parallel = sequence_parallel
         if elementwise_affine:
@@ -92,6 +99,22 @@ class RMSNorm(nn.Module):
         self._mark_weight()
         return self
 
+    @classmethod
+    def from_module(cls, module: nn.Module) -> RMSNorm:
+        """The RMSNorm that computes what another module computes, found by running it (see `identify`).
+
+        >>> RMSNorm.from_module(torch.nn.RMSNorm(64, eps=1e-5))
+        RMSNorm(64, eps=1e-05)
+
+        It holds the module's own parameter, and takes over its training mode.
+
+        Raises:
+            ValueError: the module is not recognised, and why; it is gated; or it does not say its width.
+        """
+        from rmsnorm import conversion
+
+        return conversion.from_module(module, cls)
+
     def reset_parameters(self) -> None:
         """The gain, weight + weight_offset, starts at one."""
         if self.weight is not None:
@@ -99,6 +122,17 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Y of x's shape (*, dim); with a residual of that shape, y and h = x + residual."""
+        if self.group_size is not None and residual is not None:
+            checks.check_residual(x, residual)
+            total = x + residual
+            return functional.rms_norm(
+                total,
+                self.weight,
+                self.eps,
+                weight_offset=self.weight_offset,
+                rounding=self.rounding,
+                group_size=self.group_size,
+            ), total
         if residual is None and not self.memory_efficient:
             return functional.rms_norm(
                 x,
@@ -107,6 +141,7 @@ class RMSNorm(nn.Module):
                 weight_offset=self.weight_offset,
                 rounding=self.rounding,
                 normalized_shape=self._shape_without_weight,
+                group_size=self.group_size,
             )
         y, h = functional.normalize(
             x,
@@ -132,6 +167,7 @@ class RMSNorm(nn.Module):
             "elementwise_affine": True,
             "weight_offset": 0.0,
             "rounding": "once",
+            "group_size": None,
             "memory_efficient": False,
             "sequence_parallel": False,
         }

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Sequence
 
 from rmsnorm import __version__
-from rmsnorm.cli import compare, demo, info
+from rmsnorm.cli import compare, demo, info, inspect
 from rmsnorm.cli.requirements import CannotRun
 
 COMMANDS = {
     "info": info,
     "demo": demo,
     "compare": compare,
+    "inspect": inspect,
 }
 
 

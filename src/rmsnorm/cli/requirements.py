@@ -15,6 +15,11 @@ def require(extra: str, *packages: str) -> None:
         raise CannotRun(f'not installed: {", ".join(missing)}; try: pip install "rmsnorm[{extra}]"')
 
 
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    return importlib.util.find_spec(package) is not None
+
+
 def positive(text: str) -> int:
     """Convert an argument to an integer of at least 1, for argparse."""
     if not text.isdecimal() or int(text) < 1:

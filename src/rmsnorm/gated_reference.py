@@ -1,0 +1,165 @@
+"""The gated and grouped norms in plain PyTorch: the definition of every bit their kernels produce.
+
+As reference.py, whose parts it uses: rows are the last dimension, statistics are taken over its groups of `group_size`.
+
+    norm before gate:    y = norm(x) * act(gate)
+    gate before norm:    y = norm(x * act(gate))         the product stays in the computation dtype
+    act(z) = sigmoid(z)  or  silu(z) = z * sigmoid(z)
+
+The exponential inside sigmoid is made of IEEE operations alone, because the last bit of a library's depends on the
+library.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rmsnorm import reference
+
+ACTIVATIONS = ("silu", "sigmoid")
+
+# exp(r) for |r| <= ln(2)/2 to within 2^-38: its Taylor series, the last term first.
+_EXP_SERIES = tuple(1.0 / math.factorial(n) for n in range(10, -1, -1))
+_LOG2_E = 1.0 / math.log(2.0)
+_LN_2 = math.log(2.0)
+# Beyond it the sigmoid is 0 or 1 in float32, and 2^n is an ordinary float64.
+_LARGEST_EXPONENT = 200.0
+
+
+def forward(
+    x: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    rounding: str,
+    group_size: int,
+    activation: str,
+    norm_before_gate: bool,
+) -> tuple[Tensor, Tensor]:
+    """Normalises groups of the last dimension, and multiplies by the gate after or before.
+
+    u     = x * act(gate)  if the gate comes first, else x
+    rstd  = 1 / sqrt(fixed_sum(u^2) * (1/group_size) + eps)      per group
+    y     = (u * rstd) * (weight + weight_offset)                u * rstd is rounded first where `rounding` says so
+    y     = y * act(gate)  if the gate comes last; under those roundings y is rounded to its dtype before
+
+    Args:
+        x: (..., d).
+        gate: the same shape and dtype, or None.
+        weight: (d,) or None.
+
+    Returns:
+        y (..., d) and rstd (..., d / group_size), the latter in the computation dtype.
+    """
+    act = None if gate is None else activate(gate, activation)[0]
+    u = _gate_first(x, act, norm_before_gate)
+    rstd = reference._inverse_rms(_groups(u, group_size), eps)
+    x_hat = (_groups(u, group_size) * rstd).flatten(-2)
+    if rounding == "before_scale":
+        x_hat = x_hat.to(x.dtype)
+    elif rounding == "weight_dtype" and weight is not None and weight.dtype.itemsize == 2:
+        x_hat = x_hat.to(weight.dtype)
+    y = x_hat.to(rstd.dtype)
+    if weight is not None:
+        y = y * reference._gain(weight, weight_offset, rstd.dtype)
+    result = result_dtype(x, gate, weight, rounding, norm_before_gate)
+    if act is not None and norm_before_gate:
+        if rounding != "once":
+            y = y.to(reference.result_dtype(x, weight, rounding)).to(rstd.dtype)
+        y = y * act
+    return y.to(result), rstd.squeeze(-1)
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    weight_offset: float,
+    group_size: int,
+    activation: str,
+    norm_before_gate: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients of `forward`, whose intermediate roundings count as the identity (docs/math.md).
+
+    gate last:   dgate = dy * norm * act'(gate),  and the gradient of norm is dy * act(gate)
+    gate first:  dx = du * act(gate),             dgate = du * x * act'(gate)
+
+    Returns:
+        dx in x's dtype, dgate in the gate's, dweight (d,) in the weight's (the computation dtype without one).
+    """
+    compute = rstd.dtype
+    wide, g = x.to(compute), dy.to(compute)
+    act = slope = torch.ones((), dtype=compute)
+    if gate is not None:
+        act, slope = activate(gate, activation)
+    u = wide if gate is None else _gate_first(x, act, norm_before_gate)
+    rstd = rstd.unsqueeze(-1)
+    x_hat = (_groups(u, group_size) * rstd).flatten(-2)
+    gain = None if weight is None else reference._gain(weight, weight_offset, compute)
+    dgate = None
+    if gate is not None and norm_before_gate:
+        normed = x_hat if gain is None else x_hat * gain
+        dgate = (g * normed) * slope
+        g = g * act
+    v = g if gain is None else g * gain
+    k = (rstd.double() * reference._row_dot(_groups(v, group_size), _groups(u, group_size)) * (1.0 / group_size)).to(
+        compute
+    )
+    du = (rstd * (_groups(v, group_size) - _groups(x_hat, group_size) * k)).flatten(-2)
+    dx = du
+    if gate is not None and not norm_before_gate:
+        dx, dgate = du * act, (du * wide) * slope
+    dweight = reference._sum_rows(g * x_hat)
+    return (
+        dx.to(x.dtype),
+        None if gate is None or dgate is None else dgate.to(gate.dtype),
+        dweight if weight is None else dweight.to(weight.dtype),
+    )
+
+
+def result_dtype(
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, rounding: str, norm_before_gate: bool
+) -> torch.dtype:
+    """The dtype of `y`: the norm's own, but x's where the gate comes last."""
+    return x.dtype if gate is not None and norm_before_gate else reference.result_dtype(x, weight, rounding)
+
+
+def activate(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """act(gate) and its derivative, in the computation dtype.
+
+    sigmoid' = s * (1 - s),    silu' = s * (1 + z * (1 - s))
+    """
+    z = gate.to(reference.compute_dtype(gate))
+    s = _sigmoid(z)
+    if activation == "sigmoid":
+        return s, s * (1.0 - s)
+    return z * s, s * (1.0 + z * (1.0 - s))
+
+
+def _sigmoid(z: Tensor) -> Tensor:
+    """1 / (1 + exp(-z)) in float64, with exp(t) = 2^n * exp(r), t = n * ln(2) + r; rounded to z's dtype."""
+    if z.dtype == torch.float64:
+        return torch.sigmoid(z)
+    t = (-z.double()).clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+    n = torch.round(t * _LOG2_E)
+    r = t - n * _LN_2
+    series = torch.full_like(r, _EXP_SERIES[0])
+    for coefficient in _EXP_SERIES[1:]:
+        series = series * r + coefficient
+    exponential = series * reference._power_of_two(n.nan_to_num().to(torch.int64))
+    return (1.0 / (1.0 + exponential)).to(z.dtype)
+
+
+def _gate_first(x: Tensor, act: Tensor | None, norm_before_gate: bool) -> Tensor:
+    wide = x.to(reference.compute_dtype(x))
+    return wide if act is None or norm_before_gate else wide * act
+
+
+def _groups(t: Tensor, group_size: int) -> Tensor:
+    return t.reshape(*t.shape[:-1], t.shape[-1] // group_size, group_size)

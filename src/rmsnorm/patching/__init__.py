@@ -1,0 +1,17 @@
+"""Recognises every RMSNorm in a model by what it computes, and puts this library's kernels in its place.
+
+convention.py   what was found, in words and as the call that computes it
+specimen.py     runs a module on tensors of our choosing without touching it
+probes.py       which inputs tell the forms apart: eps, offset, groups, gate
+proof.py        which rounding it is, and how far apart the two are
+identifying.py  the two together: identify
+replacing.py    patch and unpatch
+report.py       what patch tells
+"""
+
+from rmsnorm.patching.convention import Convention
+from rmsnorm.patching.identifying import identify
+from rmsnorm.patching.replacing import patch, unpatch
+from rmsnorm.patching.report import Report
+
+__all__ = ["Convention", "Report", "identify", "patch", "unpatch"]

@@ -1,0 +1,263 @@
+"""Which inputs tell the forms apart. Everything here is measured in float32, to about four digits; proof.py is exact.
+
+A norm's result divided by its input is q = gain * rstd: constant over the elements of a row but for the gain, and over
+the rows but for rstd. Large inputs give the gain, because eps vanishes beside them; tiny ones give eps, because it is
+all that is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rmsnorm import gated_reference
+from rmsnorm.patching.convention import Convention
+from rmsnorm.patching.specimen import NotRMSNorm, Specimen
+
+# A row of one element has no form: its norm is its sign.
+SMALLEST_WIDTH = 2
+# Weights of several dimensions are gains over heads; larger ones are matrices, and running them would take long.
+LARGEST_MATRIX = 2**16
+# Below, no row of data shows how eps enters.
+SMALLEST_EPS = 1e-16
+_CLOSE = 1e-4
+_LARGE, _TINY = 2.0**10, 1e-15
+_WIDTHS_WITHOUT_WEIGHT = (64, 48)
+_NAMES_OF_WIDTHS = ("hidden_size", "dim", "normalized_shape", "size", "d", "n_embd", "features", "d_model")
+
+
+def find_form(specimen: Specimen) -> Convention:
+    """What the module computes in float32, its rounding not yet known.
+
+    Raises:
+        NotRMSNorm: it is none, and why.
+    """
+    generator = torch.Generator().manual_seed(len(specimen.tensors))
+    tensors = {
+        name: torch.empty(t.shape).uniform_(0.5, 1.5, generator=generator).to(specimen.device)
+        for name, t in specimen.tensors.items()
+        if t.numel() > 1
+    }
+    best: NotRMSNorm | None = None
+    for shape in _row_shapes(specimen):
+        x = _probe(shape, generator, specimen.device)
+        for measure in (_gated, _plain):
+            try:
+                found = measure(specimen, x, shape, tensors)
+            except NotRMSNorm as reason:
+                if best is None or (reason.normalises and not best.normalises):
+                    best = reason
+            else:
+                if found is not None:
+                    return found
+    raise best or NotRMSNorm("nothing in it has the size of a row")
+
+
+def _row_shapes(specimen: Specimen) -> list[tuple[int, ...]]:
+    """The shapes a row may have: those of its tensors, else sizes among its attributes, else any."""
+    shapes: list[tuple[int, ...]] = []
+    for t in specimen.tensors.values():
+        shape = tuple(t.shape)
+        while len(shape) > 1 and shape[0] == 1:
+            shape = shape[1:]
+        # A one inside the shape is a dimension that the weight is spread over: it is no part of a row.
+        if t.numel() >= SMALLEST_WIDTH and (len(shape) == 1 or (t.numel() <= LARGEST_MATRIX and 1 not in shape)):
+            shapes.append(shape)
+    if not specimen.tensors:
+        sizes = [specimen.attribute(name) for name in _NAMES_OF_WIDTHS]
+        sizes = [size[-1] if isinstance(size, (tuple, list)) and size else size for size in sizes]
+        shapes = [(size,) for size in sizes if type(size) is int and SMALLEST_WIDTH <= size <= LARGEST_MATRIX]
+        shapes += [(width,) for width in _WIDTHS_WITHOUT_WEIGHT[:1]]
+    return list(dict.fromkeys(shapes))
+
+
+def _probe(shape: tuple[int, ...], generator: torch.Generator, device: torch.device) -> Tensor:
+    """Two by three rows, no element near zero, every row and every group of another magnitude."""
+    x = torch.empty(2, 3, *shape).uniform_(0.5, 1.5, generator=generator)
+    x *= torch.empty(2, 3, *shape).uniform_(generator=generator).round() * 2 - 1
+    scale = torch.arange(1.0, 7.0).view(2, 3, *(1 for _ in shape))
+    return (x * scale).to(device)
+
+
+def _gated(specimen: Specimen, x: Tensor, shape: tuple[int, ...], tensors: dict[str, Tensor]) -> Convention | None:
+    """The form with the second input as a gate; None if it takes none, or ignores it."""
+    if len(specimen.inputs) < 2:
+        return None
+    generator = torch.Generator().manual_seed(1)
+    gates = [torch.empty(x.shape).uniform_(0.5, 2.0, generator=generator).to(x.device) for _ in range(2)]
+    try:
+        first, second = (specimen.run(x, gate, tensors=tensors) for gate in gates)
+    except NotRMSNorm:
+        return None
+    if _close(first, second):
+        return None
+    reason: NotRMSNorm | None = None
+    for activation, last in product(gated_reference.ACTIVATIONS, (True, False)):
+        act = gated_reference.activate(gates[0], activation)[0]
+
+        def ungated(u: Tensor, act: Tensor = act, last: bool = last) -> Tensor:
+            if last:
+                return specimen.run(u, gates[0], tensors=tensors) / act
+            return specimen.run(u / act, gates[0], tensors=tensors)
+
+        try:
+            form = _measure(ungated, specimen, x, shape, tensors)
+        except NotRMSNorm as error:
+            reason = error
+            continue
+        return Convention(**{**form, "activation": activation, "norm_before_gate": last})
+    raise NotRMSNorm("its second input is no silu or sigmoid gate", normalises=bool(reason and reason.normalises))
+
+
+def _plain(specimen: Specimen, x: Tensor, shape: tuple[int, ...], tensors: dict[str, Tensor]) -> Convention:
+    form = _measure(lambda u: specimen.run(u, tensors=tensors), specimen, x, shape, tensors)
+    if form["shape"] is not None and not specimen.tensors:
+        # Without a tensor to fix it the width is any, if another one runs.
+        other = _probe(_WIDTHS_WITHOUT_WEIGHT[1:], torch.Generator().manual_seed(2), x.device)
+        try:
+            specimen.run(other)
+        except NotRMSNorm:
+            pass
+        else:
+            form["shape"] = None
+    elif form["weight"] is None:
+        form["shape"] = _shape_of_unused(specimen, shape)
+    return Convention(**form)
+
+
+def _shape_of_unused(specimen: Specimen, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """A tensor that scales nothing does not fix the width, if another width runs."""
+    other = _probe((shape[-1] + 2,), torch.Generator().manual_seed(3), specimen.device)
+    try:
+        specimen.run(other)
+    except NotRMSNorm:
+        return shape
+    return None
+
+
+def _measure(
+    run: Callable[[Tensor], Tensor],
+    specimen: Specimen,
+    x: Tensor,
+    shape: tuple[int, ...],
+    tensors: dict[str, Tensor],
+) -> dict[str, Any]:
+    """Groups, gain and eps of a function of x alone."""
+    large = run(x * _LARGE)
+    q = (large.double() / (x * _LARGE).double()).flatten(0, 1)  # (6, *shape)
+    rows, width = q.shape[0], x[0, 0].numel()
+    q = q.reshape(rows, width)
+    if not q.isfinite().all():
+        raise NotRMSNorm("its result is not finite for ordinary inputs")
+    group = _group_size(q, shape)
+    if group is None:
+        raise _diagnose(run, x)
+    wide = x.double().reshape(rows, width // group, group)
+    mean_square = wide.square().mean(-1, keepdim=True).expand_as(wide).reshape(rows, width)
+    gains = q * mean_square.sqrt() * _LARGE
+    gain = gains.mean(0)
+    if not _close(gains, gain.expand_as(gains)):
+        raise _diagnose(run, x)
+    weight, offset = _match(gain, tensors)
+    tiny = run(x * _TINY).double().reshape(rows, width) / (x * _TINY).double().reshape(rows, width)
+    eps = _eps(gain, tiny, mean_square * _TINY**2, specimen, run, x)
+    return {
+        "shape": shape,
+        "weight": weight,
+        "eps": eps,
+        "weight_offset": offset,
+        "group_size": None if group == width else group,
+    }
+
+
+def _group_size(q: Tensor, shape: tuple[int, ...]) -> int | None:
+    """The longest groups within which all rows differ by one factor; None if there is none of two elements."""
+    ratio = q[1:] / q[:1]
+    width = ratio.shape[-1]
+    sizes = [width // n for n in range(1, width // SMALLEST_WIDTH + 1) if width % n == 0]
+    for size in sizes:
+        groups = ratio.view(-1, width // size, size)
+        spread = groups.amax(-1) - groups.amin(-1)
+        if bool((spread <= _CLOSE * groups.abs().amax(-1)).all()):
+            return size
+    return None
+
+
+def _match(gain: Tensor, tensors: dict[str, Tensor]) -> tuple[str | None, float]:
+    """Whose values the gain has, and what is added to them."""
+    for name, t in tensors.items():
+        if t.numel() != gain.numel():
+            continue
+        value = t.double().flatten()
+        offset = (gain - value).mean()
+        if _close(gain, value + offset):
+            nearest = round(float(offset), 3)
+            return name, nearest if abs(nearest - float(offset)) < _CLOSE else float(offset)
+        factor = (gain / value).mean()
+        if _close(gain, value * factor):
+            raise NotRMSNorm(f"it multiplies by {factor:.6g} besides the weight {name!r}{_l2(factor, gain)}", True)
+    factor = gain.mean()
+    if not _close(gain, factor.expand_as(gain)):
+        raise NotRMSNorm("what it multiplies by is none of its parameters and buffers, plus a constant", True)
+    if not _close(factor, torch.ones_like(factor)):
+        raise NotRMSNorm(f"it multiplies by {factor:.6g} where an RMSNorm has 1{_l2(factor, gain)}", True)
+    return None, 0.0
+
+
+def _l2(factor: Tensor, gain: Tensor) -> str:
+    return ": an L2 normalisation" if abs(float(factor) * gain.numel() ** 0.5 - 1.0) < _CLOSE else ""
+
+
+def _eps(
+    gain: Tensor, q: Tensor, mean_square: Tensor, specimen: Specimen, run: Callable[[Tensor], Tensor], x: Tensor
+) -> float | None:
+    """Eps from rows so small that it is nearly all of mean(x^2) + eps."""
+    measured = (gain / q).square() - mean_square
+    eps = float(measured.median())
+    if not bool(measured.isfinite().all()) or float((measured - eps).abs().max()) > 1e-3 * abs(eps) + float(
+        mean_square.max()
+    ):
+        raise NotRMSNorm("tiny rows are not divided by one constant: its eps is not inside the square root", True)
+    if eps <= 1e-3 * float(mean_square.min()):
+        # Its own rounding hides eps from 0: zeros tell them apart.
+        return 0.0 if not bool(run(torch.zeros_like(x)).isfinite().all()) else float(torch.finfo(torch.float32).tiny)
+    if eps >= SMALLEST_EPS:
+        # Where both terms count, a clamp or an eps beside the root shows.
+        scale = (eps / float(x.square().mean())) ** 0.5
+        both = run(x * scale).double().reshape(q.shape) / (x * scale).double().reshape(q.shape)
+        if not _close(both, gain * (mean_square / _TINY**2 * scale**2 + eps).rsqrt(), 1e-3):
+            raise NotRMSNorm("its eps is not added inside the square root", True)
+    named = [value for value in specimen.numbers() if abs(value - eps) <= 1e-3 * eps]
+    if named:
+        return min(named, key=lambda value: abs(value - eps))
+    if abs(eps - torch.finfo(torch.float32).eps) <= 1e-3 * eps and specimen.attribute("eps") is None:
+        return None
+    for digits in range(3):
+        short = float(f"{eps:.{digits}e}")
+        if abs(short - eps) <= 1e-4 * eps:
+            return short
+    return eps
+
+
+def _diagnose(run: Callable[[Tensor], Tensor], x: Tensor) -> NotRMSNorm:
+    """Why a function of rows is no RMSNorm."""
+    y = run(x)
+    if not _close(run(x * 4), y, 1e-2):
+        return NotRMSNorm("it does not normalise")
+    if _close(run(x + 4), y, 1e-2):
+        return NotRMSNorm("it subtracts the mean: a LayerNorm", True)
+    if not _close(run(-x), -y, 1e-2):
+        return NotRMSNorm("it adds something, a bias", True)
+    alone = run(x[:1].repeat_interleave(2, 0))[:1]
+    if not _close(alone, y[:1], 1e-2):
+        return NotRMSNorm("its statistics are taken over other dimensions than the last", True)
+    return NotRMSNorm("its statistics are not the root mean square of its input", True)
+
+
+def _close(a: Tensor, b: Tensor, tolerance: float = _CLOSE) -> bool:
+    """Everywhere, in relation to the largest."""
+    return bool((a - b).abs().max() <= tolerance * b.abs().max())
