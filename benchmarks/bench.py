@@ -3,8 +3,8 @@
     python benchmarks/bench.py [--threads 1] [--shapes 8x4096,1024x384] [--dtypes float32,bfloat16]
                                [--what forward,add,training] [--rounds 15] [--json FILE]
 
-`copy` is `out.copy_(x)`, the least that a kernel which reads x and writes y can cost; figures are medians in microseconds
-and, for ours, the multiple of `copy`.
+`copy` is `out.copy_(x)`, the least that a kernel which reads x and writes y can cost. Figures are medians in
+microseconds; the first is the better of ours as a multiple of `copy`.
 """
 
 import argparse
