@@ -10,6 +10,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.library import opcheck
 
+import rmsnorm
 from rmsnorm import RMSNorm, add_rms_norm, reference, rms_norm
 from tests.bits import difference
 
@@ -286,3 +287,19 @@ def test_autocast_inside_compiled_code_keeps_the_dtype():
     compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)
     assert compiled(x).dtype == torch.bfloat16
     same([compiled(x)], [forward(x)])
+
+
+def test_the_formula_can_be_compiled_instead():
+    x, weight = torch.randn(8, 64, requires_grad=True), torch.randn(64, requires_grad=True)
+    rmsnorm.compile_as("formula")
+    try:
+        seen = operators(rms_norm, x, weight)
+        compiled = torch.compile(rms_norm, backend="aot_eager", fullgraph=True)
+        formula = compiled(x, weight)
+    finally:
+        rmsnorm.compile_as("kernels")
+    assert not [o for o in seen if "rmsnorm" in o]
+    torch.testing.assert_close(formula, rms_norm(x, weight))
+    same([compiled(x, weight)], [rms_norm(x, weight)])
+    with pytest.raises(ValueError, match="way must be 'kernels' or 'formula', got 'triton'"):
+        rmsnorm.compile_as("triton")

@@ -8,9 +8,11 @@ operators do not know (forward-mode differentiation, export, other subclasses) g
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nested import nested_tensor_from_jagged
 
 from rmsnorm import autograd, checks, formula, reference, transforms
 from rmsnorm._ops import direct, operators
@@ -26,6 +28,22 @@ _grad_enabled = torch.is_grad_enabled
 _count_change = torch.autograd.graph.increment_version  # the operator does not: see autograd's check of what it saved
 _FLOAT64 = torch.float64
 _TRACERS = (torch._subclasses.FakeTensor, torch._subclasses.functional_tensor.FunctionalTensor)
+
+
+_compile_as = "kernels"
+
+
+def compile_as(way: str) -> None:
+    """What `torch.compile` makes of a norm from now on (docs/compile.md).
+
+    Args:
+        way: "kernels" (default), which have the bits of eager code; or "formula", which the compiler fuses with its
+            neighbours, and whose bits depend on them.
+    """
+    global _compile_as
+    if way not in ("kernels", "formula"):
+        raise ValueError(f"way must be 'kernels' or 'formula', got {way!r}")
+    _compile_as = way
 
 
 def rms_norm(
@@ -186,6 +204,8 @@ def _normalize_rows(
         from rmsnorm import sharding  # not before it is needed: it takes seconds to import
 
         return sharding.normalize(x, residual, weight, eps, weight_offset, code)  # type: ignore[arg-type]
+    if x.is_nested and isinstance(x.shape[-1], int) and x.lengths() is None:  # type: ignore[attr-defined]
+        return _normalize_jagged(x, residual, weight, eps, weight_offset, code)
     if _needs_plain_operations(x, residual, weight, transforming):
         if residual is not None:
             x = h = formula.add(x, residual)
@@ -215,13 +235,26 @@ def _normalize_rows(
     return y if y.dtype == result else y.to(result), h
 
 
+def _normalize_jagged(
+    x: Any, residual: Tensor | None, weight: Tensor | None, eps: float, weight_offset: float, code: int
+) -> tuple[Tensor, Tensor | None]:
+    """The rows of a jagged tensor lie in one dense tensor, which is normalised as any other."""
+    dense = None if residual is None else residual.values()
+    y, h = _normalize_rows(x.values(), dense, weight, eps, weight_offset, code, False)
+
+    def jagged(t: Tensor) -> Tensor:
+        return nested_tensor_from_jagged(t, x.offsets(), jagged_dim=x._ragged_idx)
+
+    return jagged(y), None if h is None else jagged(h)
+
+
 def _needs_plain_operations(x: Tensor, residual: Tensor | None, weight: Tensor | None, transforming: bool) -> bool:
     """Whether only operations that PyTorch itself knows will do."""
     compiling = torch.compiler.is_compiling()
     if torch.compiler.is_exporting() or _forward_mode._current_level >= 0:
         return True
     # The compiler would unroll the reference's sums, and traces no `autograd.Function` under functorch.
-    if compiling and (transforming or x.dtype == torch.float64):
+    if compiling and (_compile_as == "formula" or transforming or x.dtype == torch.float64):
         return True
     if transforming and not transforms.only_reverse_mode_and_vmap():
         return True
