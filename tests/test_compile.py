@@ -64,7 +64,7 @@ def test_every_operator_passes_opcheck(dtype, weight_dtype):
         y, rstd = ops.forward_train(x, weight, *options)
         opcheck(ops.forward.default, (x, weight, *options))
         opcheck(ops.forward_train.default, (x, weight, *options))
-        opcheck(ops.forward_out.default, (x, weight, *options, torch.empty_like(y)))
+        opcheck(ops.forward_out.default, (x, weight, 1e-6, torch.empty_like(y), 0.5, code))
         opcheck(ops.add_forward.default, (x, x.clone(), weight, *options))
         opcheck(ops.backward.default, (y, x, rstd, weight, 0.5, x, None, True, weight is not None))
     opcheck(ops.backward.default, (x, x, rstd, weight, 0.5, None, None, True, False))
