@@ -7,7 +7,7 @@ from importlib.metadata import version as _version
 
 from rmsnorm.comparison import compare_normalization
 from rmsnorm.conversion import fold_offset, unfold_offset
-from rmsnorm.functional import add_rms_norm, rms_norm
+from rmsnorm.functional import add_rms_norm, compile_as, rms_norm
 from rmsnorm.gating import GatedRMSNorm, gated_rms_norm
 from rmsnorm.module import RMSNorm
 from rmsnorm.patching import Convention, Report, identify, patch, unpatch
@@ -22,6 +22,7 @@ __all__ = [
     "__version__",
     "add_rms_norm",
     "compare_normalization",
+    "compile_as",
     "fold_offset",
     "gated_rms_norm",
     "identify",

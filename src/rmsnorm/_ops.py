@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm import checks, reference
+from rmsnorm import batching, checks, reference
 
 _SCHEMAS = """
 forward(Tensor x, Tensor? weight, float eps, float weight_offset=0.0, int rounding=0) -> Tensor
@@ -72,15 +72,15 @@ def _check(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -
 
 
 def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0) -> Tensor:
-    _check(x, weight, eps, weight_offset)
-    return reference.forward(x, weight, eps, weight_offset, reference.ROUNDINGS[rounding])[0]
+    return forward_train(x, weight, eps, weight_offset, rounding)[0]
 
 
 def forward_train(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
 ) -> tuple[Tensor, Tensor]:
     _check(x, weight, eps, weight_offset)
-    return reference.forward(x, weight, eps, weight_offset, reference.ROUNDINGS[rounding])
+    y, rstd = reference.forward(x, weight, eps, weight_offset, reference.ROUNDINGS[rounding])
+    return _laid_out_like(x, y), rstd.contiguous()
 
 
 def forward_out(
@@ -94,7 +94,8 @@ def forward_out(
 def add_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return reference.add_forward(x, residual, weight, eps, weight_offset, reference.ROUNDINGS[rounding])
+    y, h, rstd = reference.add_forward(x, residual, weight, eps, weight_offset, reference.ROUNDINGS[rounding])
+    return _laid_out_like(x, y), _laid_out_like(x, h), rstd.contiguous()
 
 
 def backward(
@@ -108,17 +109,30 @@ def backward(
     need_dx: bool,
     need_dweight: bool,
 ) -> tuple[Tensor, Tensor]:
+    given = x
     if rebuilt_dtype is not None:
         x = reference.rebuild(x, rstd, weight, weight_offset, rebuilt_dtype)
     dx, dweight = reference.backward(dy, x, rstd, weight, weight_offset, dh)
-    return dx if need_dx else dx.new_empty(0), dweight if need_dweight else dweight.new_empty(0)
+    return (
+        _laid_out_like(given, dx) if need_dx else dx.new_empty(0),
+        dweight if need_dweight else dweight.new_empty(0),
+    )
+
+
+def _laid_out_like(x: Tensor, result: Tensor) -> Tensor:
+    wanted = _like(x, result.dtype)
+    return result if result.stride() == wanted.stride() else wanted.copy_(result)
 
 
 # ---------------------------------------------------------------- shapes, for tracing
 
 
 def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype)
+    """Laid out as x if x is dense with adjacent columns, else contiguous; csrc/ops.cpp does the same."""
+    like = torch.empty_like(x, dtype=dtype)  # keeps the strides of a dense tensor, and of no other
+    if like.stride() == x.stride() and (x.stride(-1) == 1 or x.shape[-1] == 1):
+        return like
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _fake_forward(
@@ -184,6 +198,9 @@ if not _status.compiled:
 for _name, (_function, _fake) in _IMPLEMENTATIONS.items():
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"rmsnorm::{_name}", _fake, lib=_library)
+for _name in ("forward", "forward_train", "add_forward", "backward"):
+    _op = getattr(torch.ops.rmsnorm, _name).default
+    torch.library.register_vmap(f"rmsnorm::{_name}", batching.rule(_op), lib=_library)
 
 _reference = SimpleNamespace(**{name: function for name, (function, _) in _IMPLEMENTATIONS.items()})
 _traced = SimpleNamespace(**{name: getattr(torch.ops.rmsnorm, name).default for name in _IMPLEMENTATIONS})

@@ -1,4 +1,4 @@
-"""First-order training on the kernels, and the way out for every other kind of differentiation.
+"""First-order training on the kernels, in eager and compiled code, and its derivative.
 
 What is saved is x (or h, or y) and one number per row, and nothing else of the input's size.
 """
@@ -9,28 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from rmsnorm import formula, reference
 from rmsnorm._ops import operators
 
 # x is rebuilt from y where every gain lies between these: a gain of zero keeps nothing of x, and a small one little.
 SMALLEST_GAIN, LARGEST_GAIN = 2.0**-10, 2.0**10
-
-
-def transforming() -> bool:
-    """Inside functorch (vmap, grad, jvp), forward-mode differentiation or export."""
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch.compiler.is_exporting()
-    )
-
-
-def needs_plain_operations(t: Tensor | None) -> bool:
-    """Whether only operations PyTorch knows will do: under a transform, or for a subclass such as DTensor."""
-    if t is None:
-        return False
-    return transforming() or (type(t) not in (Tensor, torch.nn.Parameter) and not _is_fake(t))
 
 
 def _is_fake(t: Tensor) -> bool:
@@ -82,7 +67,7 @@ class RMSNorm(torch.autograd.Function):
         if torch.is_grad_enabled() and rebuilt is not None:
             # y depends on x and weight: a derivative of what is rebuilt from it would not be one of the input.
             raise RuntimeError("memory_efficient=True keeps y instead of x and cannot be differentiated twice")
-        dx, dweight = _backward(dy, None, x, weight, rstd, eps, weight_offset, rebuilt, need_dx, need_dweight)
+        dx, dweight = gradients(dy, None, x, weight, rstd, eps, weight_offset, rebuilt, need_dx, need_dweight)
         return dx, dweight, None, None, None, None
 
 
@@ -112,11 +97,11 @@ class AddRMSNorm(torch.autograd.Function):
         h, weight, rstd = ctx.saved_tensors
         eps, weight_offset = ctx.options
         need_dh = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        dx, dweight = _backward(dy, dh, h, weight, rstd, eps, weight_offset, None, need_dh, ctx.needs_input_grad[2])
+        dx, dweight = gradients(dy, dh, h, weight, rstd, eps, weight_offset, None, need_dh, ctx.needs_input_grad[2])
         return dx, dx, dweight, None, None, None
 
 
-def _backward(
+def gradients(
     dy: Tensor,
     dh: Tensor | None,
     x: Tensor,
@@ -128,25 +113,29 @@ def _backward(
     need_dx: bool,
     need_dweight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    again = torch.is_grad_enabled()
+    """dx and dweight: from the kernel, in a way that can be differentiated again where that is wanted."""
+    again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     # The computation's dtype is rstd's: x may be y, which has another.
-    if (again or rstd.dtype == torch.float64) and (_is_batched(dy) or _is_batched(dh)):
-        # `Backward` would lose the graph here, and the reference reads bits, which has no batching rule.
+    if forward_ad._current_level >= 0 or (
+        (again or rstd.dtype == torch.float64) and (_is_batched(dy) or _is_batched(dh))
+    ):
+        # Under the older vmap `Backward` would lose the graph, and the reference reads bits, which has no rule there.
         x = x if rebuilt is None else reference.rebuild(x, rstd, weight, weight_offset, rebuilt)
         dx, dweight = formula.backward(dy, x, weight, eps, weight_offset, dh)
     elif again:
-        dx, dweight = Backward.apply(dy, dh, x, weight, rstd, eps, weight_offset)
+        dx, dweight = Backward.apply(dy, dh, x, weight, rstd, eps, weight_offset, need_dx, need_dweight)
     else:
         dx, dweight = operators(rstd).backward(dy, x, rstd, weight, weight_offset, dh, rebuilt, need_dx, need_dweight)
     return dx if need_dx else None, dweight if need_dweight else None
 
 
 class Backward(torch.autograd.Function):
-    """The backward as a function of dy, dh, x and weight that can be differentiated again, to any order."""
+    """The backward as a function of dy, dh, x and weight. Its derivatives, of any order, are those of the formula."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        ctx: Any,
         dy: Tensor,
         dh: Tensor | None,
         x: Tensor,
@@ -154,28 +143,30 @@ class Backward(torch.autograd.Function):
         rstd: Tensor,
         eps: float,
         weight_offset: float,
-    ) -> tuple[Tensor, Tensor | None]:
-        dx, dweight = operators(x).backward(dy, x, rstd, weight, weight_offset, dh, None, True, weight is not None)
-        ctx.save_for_backward(dy, dh, x, weight)
-        ctx.options = eps, weight_offset
-        return dx, None if weight is None else dweight
+        need_dx: bool,
+        need_dweight: bool,
+    ) -> tuple[Tensor, Tensor]:
+        return operators(rstd).backward(dy, x, rstd, weight, weight_offset, dh, None, need_dx, need_dweight)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors
-        again = torch.is_grad_enabled()
-        with torch.enable_grad():
-            if not again:
-                inputs = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs]
-            dy, dh, x, weight = inputs
-            eps, weight_offset = ctx.options
-            outputs = formula.backward(dy, x, weight, eps, weight_offset, dh)
-            pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None]
-            wanted = [t for t in inputs if t is not None and t.requires_grad]
-            found = iter(
-                torch.autograd.grad(
-                    [o for o, _ in pairs], wanted, [g for _, g in pairs], create_graph=again, allow_unused=True
-                )
-            )
-        needed = [next(found) if t is not None and t.requires_grad else None for t in inputs]
-        return (*needed, None, None, None)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        dy, dh, x, weight, _, *options = inputs
+        ctx.save_for_backward(dy, dh, x, weight)
+        ctx.options = options
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        eps, weight_offset, *needed = ctx.options
+
+        def wanted(*tensors: Tensor) -> tuple[Tensor, ...]:
+            given = iter(tensors)
+            dy, dh, x, weight = (None if t is None else next(given) for t in saved)
+            outputs = formula.backward(dy, x, weight, eps, weight_offset, dh)  # type: ignore[arg-type]
+            return tuple(o for o, need in zip(outputs, needed, strict=True) if need and o is not None)
+
+        # torch.func.vjp, and not torch.autograd.grad: it works inside other transforms, to any depth.
+        pull_back = torch.func.vjp(wanted, *(t for t in saved if t is not None))[1]
+        found = iter(pull_back(tuple(g for g, need in zip(grads, needed, strict=True) if need)))
+        dy, dh, x, weight = (None if t is None else next(found) for t in saved)
+        return dy, dh, x, weight, None, None, None, None, None

@@ -14,9 +14,12 @@ from rmsnorm import reference
 
 def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: str) -> Tensor:
     """y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset), over the last dimension."""
+    if torch.compiler.is_exporting() and _is_one_operator(x, weight):
+        gain = weight if weight is None or weight_offset == 0 else weight + weight_offset
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], gain, eps)
     compute = reference.compute_dtype(x)
     wide = x.to(compute)
-    x_hat = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    x_hat = wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps)
     if rounding == "before_scale":
         x_hat = x_hat.to(x.dtype).to(compute)
     elif rounding == "weight_dtype" and weight is not None and weight.dtype.itemsize == 2:
@@ -24,6 +27,14 @@ def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, 
     if weight is not None:
         x_hat = x_hat * (weight.to(compute) + weight_offset)
     return x_hat.to(reference.result_dtype(x, weight, rounding))
+
+
+def _is_one_operator(x: Tensor, weight: Tensor | None) -> bool:
+    """Whether exporters have a single operator for it: `aten.rms_norm`, which ONNX has as RMSNormalization.
+
+    That one rounds a 16-bit x_hat before the weight multiplies it, by the standard, and after it in onnxruntime.
+    """
+    return x.dtype in (torch.float32, torch.float64) and (weight is None or weight.dtype == x.dtype)
 
 
 def add(x: Tensor, residual: Tensor) -> Tensor:

@@ -1,18 +1,20 @@
 """The public functions: checks, shapes, and which way a call takes.
 
 A call that needs no gradient goes straight to the operator, which refuses what it must not touch; why is found out
-afterwards. One that needs a gradient goes through an `autograd.Function`. What operators do not know (functorch
-transforms, forward-mode differentiation, export, tensor subclasses) gets the formula in ordinary operations.
+afterwards. One that needs a gradient goes through an `autograd.Function`; functorch and DTensor have theirs. What
+operators do not know (forward-mode differentiation, export, other subclasses) gets the formula in ordinary operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nested import nested_tensor_from_jagged
 
-from rmsnorm import autograd, checks, formula, gating, reference
+from rmsnorm import autograd, checks, formula, gating, reference, transforms
 from rmsnorm._ops import direct, operators
 
 _CODES = {name: index for index, name in enumerate(reference.ROUNDINGS)}
@@ -20,11 +22,28 @@ _forward, _forward_out = direct.forward, direct.forward_out
 # Function.apply, less what it does for functorch, which does not come this way.
 _train = super(torch.autograd.Function, autograd.RMSNorm).apply
 _compiling = torch.compiler.is_compiling
-_functorch_level = torch._C._functorch.peek_interpreter_stack
+_functorch_active = torch._C._are_functorch_transforms_active
 _forward_mode = torch.autograd.forward_ad
 _grad_enabled = torch.is_grad_enabled
 _count_change = torch.autograd.graph.increment_version  # the operator does not: see autograd's check of what it saved
 _FLOAT64 = torch.float64
+_TRACERS = (torch._subclasses.FakeTensor, torch._subclasses.functional_tensor.FunctionalTensor)
+
+
+_compile_as = "kernels"
+
+
+def compile_as(way: str) -> None:
+    """What `torch.compile` makes of a norm from now on (docs/compile.md).
+
+    Args:
+        way: "kernels" (default), which have the bits of eager code; or "formula", which the compiler fuses with its
+            neighbours, and whose bits depend on them.
+    """
+    global _compile_as
+    if way not in ("kernels", "formula"):
+        raise ValueError(f"way must be 'kernels' or 'formula', got {way!r}")
+    _compile_as = way
 
 
 def rms_norm(
@@ -81,7 +100,7 @@ def rms_norm(
             and group_size is None
             and x.dtype is not _FLOAT64
             and (weight is None or (weight.dim() == 1 and weight.dtype is not _FLOAT64))
-            and _functorch_level() is None
+            and not _functorch_active()
             and _forward_mode._current_level < 0
             and not _compiling()
         ):
@@ -186,7 +205,14 @@ def _normalize_rows(
 ) -> tuple[Tensor, Tensor | None]:
     rounding = reference.ROUNDINGS[code]
     h: Tensor | None = None
-    if any(autograd.needs_plain_operations(t) for t in (x, residual, weight)):
+    transforming = _functorch_active()
+    if any(type(t).__name__ == "DTensor" for t in (x, residual, weight)) and x.dtype != torch.float64:
+        from rmsnorm import sharding  # not before it is needed: it takes seconds to import
+
+        return sharding.normalize(x, residual, weight, eps, weight_offset, code)  # type: ignore[arg-type]
+    if x.is_nested and isinstance(x.shape[-1], int) and x.lengths() is None:  # type: ignore[attr-defined]
+        return _normalize_jagged(x, residual, weight, eps, weight_offset, code)
+    if _needs_plain_operations(x, residual, weight, transforming):
         if residual is not None:
             x = h = formula.add(x, residual)
         return formula.forward(x, weight, eps, weight_offset, rounding), h
@@ -196,8 +222,15 @@ def _normalize_rows(
         weight = weight.float()
     options = (eps, weight_offset, code)
     wanted = _grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual, weight))
-    if residual is not None:
+    if transforming:
+        if residual is not None:
+            y, h, _ = transforms.AddRMSNorm.apply(x, residual, weight, *options)
+        else:
+            y, _ = transforms.RMSNorm.apply(x, weight, *options)
+    elif residual is not None:
         if wanted:
+            if _compiling() and residual is x:
+                residual = x.view_as(x)  # the compiler takes no tensor twice
             y, h = autograd.AddRMSNorm.apply(x, residual, weight, *options)
         else:
             y, h, _ = operators(x).add_forward(x, residual, weight, *options)
@@ -206,6 +239,37 @@ def _normalize_rows(
     else:
         y = operators(x).forward(x, weight, *options)
     return y if y.dtype == result else y.to(result), h
+
+
+def _normalize_jagged(
+    x: Any, residual: Tensor | None, weight: Tensor | None, eps: float, weight_offset: float, code: int
+) -> tuple[Tensor, Tensor | None]:
+    """The rows of a jagged tensor lie in one dense tensor, which is normalised as any other."""
+    dense = None if residual is None else residual.values()
+    y, h = _normalize_rows(x.values(), dense, weight, eps, weight_offset, code, False)
+
+    def jagged(t: Tensor) -> Tensor:
+        return nested_tensor_from_jagged(t, x.offsets(), jagged_dim=x._ragged_idx)
+
+    return jagged(y), None if h is None else jagged(h)
+
+
+def _needs_plain_operations(x: Tensor, residual: Tensor | None, weight: Tensor | None, transforming: bool) -> bool:
+    """Whether only operations that PyTorch itself knows will do."""
+    compiling = torch.compiler.is_compiling()
+    if torch.compiler.is_exporting() or _forward_mode._current_level >= 0:
+        return True
+    # The compiler would unroll the reference's sums, and traces no `autograd.Function` under functorch.
+    if compiling and (_compile_as == "formula" or transforming or x.dtype == torch.float64):
+        return True
+    if transforming and not transforms.only_reverse_mode_and_vmap():
+        return True
+    return any(_dispatches_itself(t) for t in (x, residual, weight) if t is not None)
+
+
+def _dispatches_itself(t: Tensor) -> bool:
+    """A subclass that decides for every operation what it means, except for the tracers', which know ours."""
+    return type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not isinstance(t, _TRACERS)
 
 
 def _write_out(
@@ -218,6 +282,10 @@ def _write_out(
     normalized_shape: int | Sequence[int] | None,
 ) -> Tensor:
     """What the operator does not take: several dimensions, strided columns, float64; and what it must not."""
+    if _functorch_active() or _forward_mode._current_level >= 0:
+        raise ValueError("out is for inference: leave it out inside torch.func transforms and forward-mode derivatives")
+    if isinstance(out, Tensor) and _dispatches_itself(out):
+        raise TypeError(f"out must be a plain torch.Tensor, got {type(out).__name__}")
     checks.check_inputs(x, weight, normalized_shape)
     checks.check_rounding(rounding)
     checks.check_out(out, x, weight, reference.result_dtype(x, weight, rounding))

@@ -36,7 +36,27 @@ def rows_per_block(rows: int) -> int:
     return max(32, (rows + 255) // 256)
 
 
-def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: str) -> tuple[Tensor, Tensor]:
+class Row:
+    """What is taken over a whole row: its length, magnitudes, sums. sharding.py has rows in pieces on several ranks."""
+
+    def length(self, piece: Tensor) -> int:
+        return piece.shape[-1]
+
+    def largest(self, *pieces: Tensor) -> tuple[Tensor, ...]:
+        """The largest magnitude in each."""
+        return tuple(piece.abs().amax(-1, keepdim=True) for piece in pieces)
+
+    def total(self, *pieces: Tensor) -> tuple[Tensor, ...]:
+        """The sum of each, all integers."""
+        return tuple(piece.sum(-1, keepdim=True) for piece in pieces)
+
+
+WHOLE = Row()
+
+
+def forward(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: str, row: Row = WHOLE
+) -> tuple[Tensor, Tensor]:
     """Normalises the last dimension.
 
     S    = fixed_sum(x^2)
@@ -50,7 +70,7 @@ def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, 
     Returns:
         y (..., d) and rstd (..., 1), the latter in the computation dtype.
     """
-    rstd = _inverse_rms(x, eps)
+    rstd = _inverse_rms(x, eps, row)
     x_hat = x.to(rstd.dtype) * rstd
     if rounding == "before_scale":
         x_hat = x_hat.to(x.dtype)
@@ -84,16 +104,29 @@ def backward(
     Returns:
         dx (..., d) in x's dtype and dweight (d,) in the weight's dtype (the computation dtype without a weight).
     """
+    dx = input_gradient(dy, x, rstd, weight, weight_offset, dh)
+    dweight = _sum_rows(dy.to(rstd.dtype) * (x.to(rstd.dtype) * rstd))
+    return dx, dweight if weight is None else dweight.to(weight.dtype)
+
+
+def input_gradient(
+    dy: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    weight_offset: float,
+    dh: Tensor | None = None,
+    row: Row = WHOLE,
+) -> Tensor:
+    """The dx of `backward`."""
     compute = rstd.dtype
     x_wide, g = x.to(compute), dy.to(compute)
-    x_hat = x_wide * rstd
     u = g if weight is None else g * _gain(weight, weight_offset, compute)
-    k = (rstd.double() * _row_dot(u, x_wide) * (1.0 / x.shape[-1])).to(compute)
-    dx = rstd * (u - x_hat * k)
+    k = (rstd.double() * _row_dot(u, x_wide, row) * (1.0 / row.length(x))).to(compute)
+    dx = rstd * (u - x_wide * rstd * k)
     if dh is not None:
         dx = dx + dh.to(compute)
-    dweight = _sum_rows(g * x_hat)
-    return dx.to(x.dtype), dweight if weight is None else dweight.to(weight.dtype)
+    return dx.to(x.dtype)
 
 
 def rebuild(y: Tensor, rstd: Tensor, weight: Tensor | None, weight_offset: float, x_dtype: torch.dtype) -> Tensor:
@@ -109,44 +142,45 @@ def _gain(weight: Tensor, weight_offset: float, compute: torch.dtype) -> Tensor:
     return gain + weight_offset if weight_offset else gain  # adding 0 would turn -0 into +0
 
 
-def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+def _inverse_rms(x: Tensor, eps: float, row: Row) -> Tensor:
     """1 / sqrt(mean(x^2) + eps), scaled by the row's own power of two so that nothing leaves float64's range."""
     wide = x.double()
-    largest = wide.abs().amax(-1, keepdim=True)
+    (largest,) = row.largest(wide)
     exponent = _exponent(largest)
     scaled = wide * _power_of_two(-exponent)
-    total = _fixed_sum(scaled * scaled, two_quanta=x.dtype == torch.float64)
-    variance = total * (1.0 / x.shape[-1]) + eps * _power_of_two(-exponent) * _power_of_two(-exponent)
+    total = _fixed_sum(scaled * scaled, row, two_quanta=x.dtype == torch.float64)
+    variance = total * (1.0 / row.length(x)) + eps * _power_of_two(-exponent) * _power_of_two(-exponent)
     rstd = _ieee_rsqrt(variance) * _power_of_two(-exponent)
     # An infinite or NaN row has no quantum: S = m * m, and rstd is 0 or NaN.
     rstd = torch.where(largest.isfinite(), rstd, _ieee_rsqrt(largest * largest))
     return rstd.to(compute_dtype(x))
 
 
-def _row_dot(u: Tensor, x: Tensor) -> Tensor:
+def _row_dot(u: Tensor, x: Tensor, row: Row) -> Tensor:
     """fixed_sum(u * x) per row as float64; NaN where either row is not finite."""
     u_wide, x_wide = u.double(), x.double()
-    u_max, x_max = u_wide.abs().amax(-1, keepdim=True), x_wide.abs().amax(-1, keepdim=True)
+    u_max, x_max = row.largest(u_wide, x_wide)
     u_exponent, x_exponent = _exponent(u_max), _exponent(x_max)
     terms = (u_wide * _power_of_two(-u_exponent)) * (x_wide * _power_of_two(-x_exponent))
-    total = _fixed_sum(terms, two_quanta=u.dtype == torch.float64)
+    total = _fixed_sum(terms, row, two_quanta=u.dtype == torch.float64)
     total = total * _power_of_two(u_exponent) * _power_of_two(x_exponent)
     return torch.where(u_max.isfinite() & x_max.isfinite(), total, torch.nan)
 
 
-def _fixed_sum(terms: Tensor, two_quanta: bool) -> Tensor:
+def _fixed_sum(terms: Tensor, row: Row, two_quanta: bool) -> Tensor:
     """Sum of float64 terms of magnitude at most 1: floored to multiples of 2^(L - 51), every partial sum is exact.
 
     The terms of float64 inputs lose more bits to the floor than float64 results may: what the floor leaves of them
     is summed with a second, smaller quantum.
     """
-    quanta_per_unit = 2.0 ** (51 - (terms.shape[-1] - 1).bit_length())
+    quanta_per_unit = 2.0 ** (51 - (row.length(terms) - 1).bit_length())
     counts = torch.floor(terms * quanta_per_unit)
-    total = counts.sum(-1, keepdim=True) / quanta_per_unit
-    if two_quanta:
-        rest = torch.floor((terms * quanta_per_unit - counts) * quanta_per_unit)
-        total = total + rest.sum(-1, keepdim=True) / quanta_per_unit**2
-    return total
+    if not two_quanta:
+        (total,) = row.total(counts)
+        return total / quanta_per_unit
+    rest = torch.floor((terms * quanta_per_unit - counts) * quanta_per_unit)
+    total, total_rest = row.total(counts, rest)
+    return total / quanta_per_unit + total_rest / quanta_per_unit**2
 
 
 def _sum_rows(terms: Tensor) -> Tensor:

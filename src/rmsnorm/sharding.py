@@ -1,0 +1,193 @@
+"""DTensor: where the operators may run on each rank's part, and rows whose elements lie on several ranks.
+
+Rows are independent of one another, so no sharding of the leading dimensions needs communication; `dweight`, a sum over
+rows, is then a partial sum on each rank. Where the last dimension is sharded, a row needs its largest magnitude and one
+sum from all ranks. The sum is of integers (docs/numerics.md), so that it is the same however the row is cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+from rmsnorm import autograd, reference
+from rmsnorm._ops import operators
+
+Rule = list[tuple[list[Any], list[Any]]]
+
+
+def normalize(
+    x: DTensor, residual: DTensor | None, weight: DTensor | None, eps: float, weight_offset: float, code: int
+) -> tuple[Tensor, Tensor | None]:
+    """y, and h when there is a residual, as DTensors sharded as x."""
+    for name, t in (("x", x), ("residual", residual), ("weight", weight)):
+        if t is not None and not isinstance(t, DTensor):
+            raise TypeError(f"{name} must be a DTensor where the others are, got {type(t).__name__}")
+    options = (eps, weight_offset, code)
+    if any(p.is_shard(x.dim() - 1) for p in x.placements):
+        return _normalize_pieces(x, residual, weight, *options)
+    weight = None if weight is None else ReduceGradient.apply(weight)
+    # Always through autograd: what needs no gradient saves nothing.
+    if residual is not None:
+        return autograd.AddRMSNorm.apply(x, residual, weight, *options)  # type: ignore[no-any-return]
+    return autograd.RMSNorm.apply(x, weight, *options, False), None
+
+
+class ReduceGradient(torch.autograd.Function):
+    """The weight. Its gradient leaves the backward as whole as the weight is.
+
+    A partial sum would be reduced by every operation of the optimizer anew: three times by AdamW.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: DTensor) -> Tensor:
+        ctx.placements = weight.placements
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, dweight: DTensor) -> DTensor:
+        return dweight.redistribute(placements=ctx.placements)
+
+
+# ---------------------------------------------------------------- whole rows on each rank
+
+
+def _rule(x: Any, weight: Any, outputs: Callable[[Placement], list[Any]], inputs: list[Any]) -> Rule:
+    """Replicated, or cut along any dimension but the last. `inputs`: True for those cut, None for no tensor."""
+    cuts: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(x.ndim - 1))]
+    places: dict[Any, Callable[[Placement], Any]] = {True: lambda cut: cut, None: lambda _: None}
+    replicated = None if weight is None else Replicate()
+    return [(outputs(cut), [replicated if i == "weight" else places[i](cut) for i in inputs]) for cut in cuts]
+
+
+@register_sharding(torch.ops.rmsnorm.forward.default)
+def _forward(x: Any, weight: Any, *_: Any) -> Rule:
+    return _rule(x, weight, lambda cut: [cut], [True, "weight", None, None, None])
+
+
+@register_sharding(torch.ops.rmsnorm.forward_train.default)
+def _forward_train(x: Any, weight: Any, *_: Any) -> Rule:
+    return _rule(x, weight, lambda cut: [cut, cut], [True, "weight", None, None, None])
+
+
+@register_sharding(torch.ops.rmsnorm.add_forward.default)
+def _add_forward(x: Any, residual: Any, weight: Any, *_: Any) -> Rule:
+    return _rule(x, weight, lambda cut: [cut, cut, cut], [True, True, "weight", None, None, None])
+
+
+@register_sharding(torch.ops.rmsnorm.backward.default)
+def _backward(
+    dy: Any, x: Any, rstd: Any, weight: Any, offset: Any, dh: Any, rebuilt: Any, need_dx: bool, need_dweight: bool
+) -> Rule:
+    def outputs(cut: Placement) -> list[Any]:
+        summed = need_dweight and cut.is_shard()
+        return [cut if need_dx else Replicate(), Partial() if summed else Replicate()]
+
+    return _rule(x, weight, outputs, [True, True, True, "weight", None, None if dh is None else True, None, None, None])
+
+
+# ---------------------------------------------------------------- rows in pieces on several ranks
+
+
+class Pieces(reference.Row):
+    """Rows of `length` elements, of which each rank of the groups has some."""
+
+    def __init__(self, length: int, groups: list[Any]) -> None:
+        self._length = length
+        self._groups = groups
+
+    def length(self, piece: Tensor) -> int:
+        return self._length
+
+    def largest(self, *pieces: Tensor) -> tuple[Tensor, ...]:
+        # A rank may have nothing of a row. As integers the bits of magnitudes keep their order; NaN is above infinity.
+        columns = [super(Pieces, self).largest(p)[0] if p.shape[-1] else p.new_zeros(*p.shape[:-1], 1) for p in pieces]
+        bits = torch.cat(columns, -1).double().view(torch.int64)
+        return self._reduce(bits, "max").view(torch.float64).to(pieces[0].dtype).split(1, -1)  # type: ignore[no-any-return]
+
+    def total(self, *pieces: Tensor) -> tuple[Tensor, ...]:
+        return self._reduce(torch.cat(super().total(*pieces), -1), "sum").split(1, -1)  # type: ignore[no-any-return]
+
+    def _reduce(self, local: Tensor, operation: str) -> Tensor:
+        for group in self._groups:
+            local = collectives.wait_tensor(collectives.all_reduce(local, operation, group))
+        return local
+
+
+class NormalizePieces(torch.autograd.Function):
+    """y, h of this rank's piece of each row. One MAX and one SUM of a number per row, and the same again backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        eps: float,
+        weight_offset: float,
+        code: int,
+        row: Pieces,
+    ) -> tuple[Tensor, Tensor]:
+        h = x if residual is None else x + residual
+        y, rstd = reference.forward(h, weight, eps, weight_offset, reference.ROUNDINGS[code], row)
+        ctx.save_for_backward(h, weight, rstd)
+        ctx.options = weight_offset, row
+        return y, x.view_as(x) if residual is None else h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dh: Tensor) -> tuple[Tensor | None, ...]:
+        h, weight, rstd = ctx.saved_tensors
+        weight_offset, row = ctx.options
+        has_residual, need_dweight = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
+        dx = None
+        if ctx.needs_input_grad[0] or has_residual:
+            dx = reference.input_gradient(dy, h, rstd, weight, weight_offset, dh, row)
+        dweight = None
+        if need_dweight and h.shape[-1] == 0:
+            dweight = torch.zeros_like(weight)
+        elif need_dweight:
+            _, dweight = operators(rstd).backward(dy, h, rstd, weight, weight_offset, None, None, False, True)
+        return dx, dx if has_residual else None, dweight, None, None, None, None
+
+
+def _normalize_pieces(
+    x: DTensor, residual: DTensor | None, weight: DTensor | None, eps: float, weight_offset: float, code: int
+) -> tuple[Tensor, Tensor | None]:
+    mesh, last = x.device_mesh, x.dim() - 1
+    placements = [Replicate() if p.is_partial() else p for p in x.placements]
+    cut = [p.is_shard(last) for p in placements]
+    row = Pieces(x.shape[-1], [mesh.get_group(dim) for dim, is_cut in enumerate(cut) if is_cut])
+
+    def local(t: DTensor | None, placements: list[Any], gradient: list[Any]) -> Tensor | None:
+        return None if t is None else t.redistribute(placements=placements).to_local(grad_placements=gradient)
+
+    weight_placements = [Shard(0) if is_cut else Replicate() for is_cut in cut]
+    # Where rows are cut among ranks, each has a part of the sum over rows.
+    dweight_placements = [
+        Shard(0) if is_cut else Partial() if p.is_shard() else Replicate()
+        for is_cut, p in zip(cut, placements, strict=True)
+    ]
+    y, h = NormalizePieces.apply(
+        local(x, placements, placements),
+        local(residual, placements, placements),
+        local(weight, weight_placements, dweight_placements),
+        eps,
+        weight_offset,
+        code,
+        row,
+    )
+    stride = tuple(math.prod(x.shape[dim + 1 :]) for dim in range(x.dim()))
+
+    def sharded(t: Tensor) -> DTensor:
+        return DTensor.from_local(t, mesh, placements, run_check=False, shape=x.shape, stride=stride)
+
+    return sharded(y), None if residual is None else sharded(h)
