@@ -41,7 +41,8 @@ def with_threads():
 
 
 @pytest.fixture(scope="session")
-def replay_cases():
+def replay_cases(with_threads):
     """Cases of every group, as replay.py encodes them, without the largest: an emulator and sanitizers are slow."""
-    found = [case for group in kernel_cases.GROUPS.values() for case in group() if case.arguments[0].numel() < 50_000]
+    with with_threads(1):
+        found = [c for group in kernel_cases.GROUPS.values() for c in group() if c.arguments[0].numel() < 50_000]
     return found, replay.encode_all(found)
