@@ -27,9 +27,6 @@ _forward_mode = torch.autograd.forward_ad
 _grad_enabled = torch.is_grad_enabled
 _count_change = torch.autograd.graph.increment_version  # the operator does not: see autograd's check of what it saved
 _FLOAT64 = torch.float64
-_TRACERS = (torch._subclasses.FakeTensor, torch._subclasses.functional_tensor.FunctionalTensor)
-
-
 _compile_as = "kernels"
 
 
@@ -264,12 +261,7 @@ def _needs_plain_operations(x: Tensor, residual: Tensor | None, weight: Tensor |
         return True
     if transforming and not transforms.only_reverse_mode_and_vmap():
         return True
-    return any(_dispatches_itself(t) for t in (x, residual, weight) if t is not None)
-
-
-def _dispatches_itself(t: Tensor) -> bool:
-    """A subclass that decides for every operation what it means, except for the tracers', which know ours."""
-    return type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not isinstance(t, _TRACERS)
+    return any(transforms.dispatches_itself(t) for t in (x, residual, weight) if t is not None)
 
 
 def _write_out(
@@ -284,7 +276,7 @@ def _write_out(
     """What the operator does not take: several dimensions, strided columns, float64; and what it must not."""
     if _functorch_active() or _forward_mode._current_level >= 0:
         raise ValueError("out is for inference: leave it out inside torch.func transforms and forward-mode derivatives")
-    if isinstance(out, Tensor) and _dispatches_itself(out):
+    if isinstance(out, Tensor) and transforms.dispatches_itself(out):
         raise TypeError(f"out must be a plain torch.Tensor, got {type(out).__name__}")
     checks.check_inputs(x, weight, normalized_shape)
     checks.check_rounding(rounding)

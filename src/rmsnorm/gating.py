@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rmsnorm import autograd, checks, gated_reference, reference
+from rmsnorm import checks, gated_reference, reference, transforms
 
 
 def gated_rms_norm(
@@ -81,7 +81,7 @@ def normalize_groups(
         activation,
         norm_before_gate,
     )
-    if any(autograd.needs_plain_operations(t) for t in (x, gate, weight)):
+    if transforms.in_force() or any(transforms.dispatches_itself(t) for t in (x, gate, weight) if t is not None):
         return _formula(x, gate, weight, *options)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, gate, weight)):
         return _GatedRMSNorm.apply(x, gate, weight, *options)  # type: ignore[no-any-return]

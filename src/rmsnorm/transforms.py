@@ -16,6 +16,22 @@ from rmsnorm._ops import operators
 
 _KNOWN = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Vmap)
 
+_TRACERS = (torch._subclasses.FakeTensor, torch._subclasses.functional_tensor.FunctionalTensor)
+
+
+def in_force() -> bool:
+    """Inside functorch (vmap, grad, jvp), forward-mode differentiation or export."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch.compiler.is_exporting()
+    )
+
+
+def dispatches_itself(t: Tensor) -> bool:
+    """A subclass that decides for every operation what it means, except for the tracers', which know ours."""
+    return type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not isinstance(t, _TRACERS)
+
 
 def only_reverse_mode_and_vmap() -> bool:
     """Whether every transform in force is one of `grad`'s kind or `vmap`."""
