@@ -32,9 +32,8 @@ def main() -> None:
     """A table for each file."""
     for name in sys.argv[1:]:
         print(f"**{Path(name).stem.replace('-', ', ', 1).replace('-', ' ')}**\n")
-        print(
-            "| rows x width | dtype | us | of a copy | of the best other | of F.rms_norm |\n| --- | --- | --- | --- | --- | --- |"
-        )
+        print("| rows x width | dtype | us | of a copy | of the best other | of F.rms_norm |")
+        print("| --- | --- | --- | --- | --- | --- |")
         print("\n".join(row(json.loads(text)) for text in Path(name).read_text().splitlines()) + "\n")
 
 
