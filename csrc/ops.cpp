@@ -321,7 +321,7 @@ std::tuple<Tensor, Tensor, Tensor> add_forward(const Tensor& x_given, const Tens
 }
 
 // reference.rows_per_block
-int64_t rows_per_block(int64_t rows) { return std::max<int64_t>(32, (rows + 255) / 256); }
+int64_t rows_per_block(int64_t rows) { return std::max<int64_t>(64, (rows + 255) / 256); }
 
 // With `rebuilt_dtype`, x is y, and x in that dtype is rebuilt from it.
 std::tuple<Tensor, Tensor> backward(const Tensor& dy_given, const Tensor& x_given, const Tensor& rstd_given,

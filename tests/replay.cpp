@@ -149,7 +149,7 @@ void backward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
     std::unique_ptr<float[]> scratch(new float[size_t(rmsnorm::backward_scratch(cols))]);
     std::vector<float> total(size_t(cols), 0.0f);
 
-    const int64_t length = std::max<int64_t>(32, (rows + 255) / 256);
+    const int64_t length = std::max<int64_t>(64, (rows + 255) / 256);
     for (int64_t begin = 0; begin < rows; begin += length) {
         std::vector<float> sum(size_t(cols), 0.0f);
         rmsnorm::Backward b{};

@@ -229,9 +229,9 @@ def test_blocks_of_dweight_depend_on_the_row_count_alone():
     previous = 0
     for rows in [*range(2000), 8191, 8192, 8193, 10**5, 10**6, 10**9]:
         length = reference.rows_per_block(rows)
-        assert length >= max(32, previous)
+        assert length >= max(64, previous)
         assert math.ceil(rows / length) <= 256
-        assert length == 32 or (length - 1) * 256 < rows  # no longer than that takes
+        assert length == 64 or (length - 1) * 256 < rows  # no longer than that takes
         previous = length
 
 

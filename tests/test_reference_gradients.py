@@ -101,14 +101,14 @@ def test_dweight_is_within_its_roundings_of_float64_autograd(rows, dtype, w_dtyp
 
 def test_dweight_is_summed_in_row_order_within_blocks_and_then_in_block_order():
     """1 + 2^-24 + 2^-24 … is 1 in that order, in float32, and more in any order that adds small terms first."""
-    rows, small = 96, 2.0**-24
+    rows, small = 192, 2.0**-24
     dy = torch.full((rows, 1), small)
     dy[0] = 1.0
     x, rstd = torch.ones(rows, 1), torch.ones(rows, 1)  # x_hat = 1
     _, dweight = reference.backward(dy, x, rstd, None, 0.0)
-    assert reference.rows_per_block(rows) == 32
-    # First block: 1 swallows 31 terms, each half a unit, to even. The others sum to 32 * 2^-24 = 2^-19 each.
-    assert dweight.item() == 1 + 2 * 2.0**-19
+    assert reference.rows_per_block(rows) == 64
+    # First block: 1 swallows 63 terms, each half a unit, to even. The others sum to 64 * 2^-24 = 2^-18 each.
+    assert dweight.item() == 1 + 2 * 2.0**-18
 
 
 def test_rebuilding_undoes_forward_to_within_the_rounding_of_y():

@@ -57,7 +57,7 @@ def forward(
     """
     act = None if gate is None else activate(gate, activation)[0]
     u = _gate_first(x, act, norm_before_gate)
-    rstd = reference._inverse_rms(_groups(u, group_size), eps, reference.WHOLE)
+    rstd = reference._inverse_rms(_groups(u, group_size), eps)
     x_hat = (_groups(u, group_size) * rstd).flatten(-2)
     if rounding == "before_scale":
         x_hat = x_hat.to(x.dtype)
@@ -108,7 +108,7 @@ def backward(
         dgate = (g * normed) * slope
         g = g * act
     v = g if gain is None else g * gain
-    c = reference._row_dot(_groups(v, group_size), _groups(u, group_size), reference.WHOLE)
+    c = reference._row_dot(_groups(v, group_size), _groups(u, group_size))
     k = (rstd.double() * c * (1.0 / group_size)).to(compute)
     du = (rstd * (_groups(v, group_size) - _groups(x_hat, group_size) * k)).flatten(-2)
     dx = du

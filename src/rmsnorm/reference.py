@@ -32,8 +32,8 @@ def result_dtype(x: Tensor, weight: Tensor | None, rounding: str) -> torch.dtype
 
 
 def rows_per_block(rows: int) -> int:
-    """How many consecutive rows share one partial sum of `dweight`: at most 256 blocks, none under 32 rows."""
-    return max(32, (rows + 255) // 256)
+    """How many consecutive rows share one partial sum of `dweight`: at most 256 blocks, none under 64 rows."""
+    return max(64, (rows + 255) // 256)
 
 
 class Row:
@@ -142,7 +142,7 @@ def _gain(weight: Tensor, weight_offset: float, compute: torch.dtype) -> Tensor:
     return gain + weight_offset if weight_offset else gain  # adding 0 would turn -0 into +0
 
 
-def _inverse_rms(x: Tensor, eps: float, row: Row) -> Tensor:
+def _inverse_rms(x: Tensor, eps: float, row: Row = WHOLE) -> Tensor:
     """1 / sqrt(mean(x^2) + eps), scaled by the row's own power of two so that nothing leaves float64's range."""
     wide = x.double()
     (largest,) = row.largest(wide)
@@ -156,7 +156,7 @@ def _inverse_rms(x: Tensor, eps: float, row: Row) -> Tensor:
     return rstd.to(compute_dtype(x))
 
 
-def _row_dot(u: Tensor, x: Tensor, row: Row) -> Tensor:
+def _row_dot(u: Tensor, x: Tensor, row: Row = WHOLE) -> Tensor:
     """fixed_sum(u * x) per row as float64; NaN where either row is not finite."""
     u_wide, x_wide = u.double(), x.double()
     u_max, x_max = row.largest(u_wide, x_wide)
@@ -167,7 +167,7 @@ def _row_dot(u: Tensor, x: Tensor, row: Row) -> Tensor:
     return torch.where(u_max.isfinite() & x_max.isfinite(), total, torch.nan)
 
 
-def _fixed_sum(terms: Tensor, row: Row, two_quanta: bool) -> Tensor:
+def _fixed_sum(terms: Tensor, row: Row = WHOLE, *, two_quanta: bool) -> Tensor:
     """Sum of float64 terms of magnitude at most 1: floored to multiples of 2^(L - 51), every partial sum is exact.
 
     The terms of float64 inputs lose more bits to the floor than float64 results may: what the floor leaves of them
