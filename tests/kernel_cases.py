@@ -227,6 +227,7 @@ GROUPS = {
         larger_than_the_cache,
         sharp_cases.sums_to_the_last_quantum,
         sharp_cases.products_to_the_last_quantum,
+        sharp_cases.slopes_between_two_floats,
     )
 }
 

@@ -10,7 +10,7 @@ from itertools import product
 import torch
 
 from rmsnorm import reference
-from tests.kernel_calls import backward_case, normalize_case
+from tests.kernel_calls import BACKWARD, Case, backward_case, normalize_case
 from tests.rows import DTYPES, WIDTHS, generator
 
 
@@ -65,3 +65,23 @@ def products_to_the_last_quantum():
             x_row = torch.cat([x, x, rest], -1)[:, order].to(dtype)
             dy_row = torch.cat([dy, -dy, 0 * rest], -1)[:, order].to(dtype)
             yield backward_case(f"cancelling, spread {spread}", dy_row, x_row, None)
+
+
+def slopes_between_two_floats():
+    """k = float32(rstd c (1/d)) where float64 comes within a rounding of its own of the middle of two floats.
+
+    There the order of those multiplications decides, and whether 1/d is rounded first. c = a + b 2^-24 has 48 bits,
+    so that of many rows some come that near; the last column, where u is zero, shows k.
+    """
+    for width in (3, 7, 33, 100, 1000):
+        g = generator(width)
+        rows = 3000
+        rstd = 1 + torch.rand(rows, 1, generator=g)
+        middle = (1 + torch.rand(rows, 1, generator=g)).double() + 2.0**-24
+        c = middle * width / rstd.double()
+        x, dy = torch.zeros(2, rows, width)
+        x[:, 0], x[:, 1], x[:, -1] = 1.0, 2.0**-24, 1.0
+        a = c.float()
+        dy[:, :1], dy[:, 1:2] = a, ((c - a.double()) * 2.0**24).float()
+        expected = reference.backward(dy, x, rstd, None, 0.0)
+        yield Case(f"k at a tie ({rows}, {width})", BACKWARD, (dy, x, rstd, None, 0.0, None), expected)
