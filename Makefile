@@ -29,13 +29,13 @@ check: $(VENV)/.package
 	$(BIN)/clang-format --dry-run -Werror $(CSRC)
 	$(BIN)/mypy
 
-# The tests on kernels built with GCC's AddressSanitizer and UndefinedBehaviorSanitizer. Its runtime must be the first
+# The kernel tests on a library built with GCC's AddressSanitizer and UndefinedBehaviorSanitizer. Its runtime must be the first
 # library loaded, with libstdc++ beside it to catch exceptions; without the stamp the next target builds plain kernels again.
 sanitize: $(VENV)/.package
 	@rm $(VENV)/.package
 	RMSNORM_SANITIZE=address,undefined $(PIP) install --no-build-isolation --no-deps --editable .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-		$(BIN)/python -m pytest tests
+		$(BIN)/python -m pytest tests/test_kernels.py
 
 bench: $(VENV)/.package
 	$(BIN)/python benchmarks/bench.py
