@@ -60,6 +60,9 @@ def training(x: torch.Tensor, weight: torch.Tensor) -> Contestants:
     return {name: lambda call=call: torch.autograd.grad(call(), leaves, dy) for name, call in norms.items()}
 
 
+CONTESTS = {"forward": forward, "add": add, "training": training}
+
+
 def is_right(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> bool:
     """Within the roundings of a plain float32 implementation, of float64."""
     wide = x.double()
@@ -78,6 +81,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json")
     arguments = parser.parse_args()
+    if unknown := set(arguments.what.split(",")) - set(CONTESTS):
+        parser.error(f"--what takes {', '.join(CONTESTS)}, got {', '.join(sorted(unknown))}")
     torch.set_num_threads(arguments.threads)
     lines = []
     for what in arguments.what.split(","):
@@ -91,7 +96,7 @@ def main() -> int:
                         print(f"{name} is wrong at {shape} {dtype}: not timed", file=sys.stderr)
                         return 1
                 target = torch.empty_like(x)
-                contestants = {"copy": lambda target=target, x=x: target.copy_(x), **globals()[what](x, weight)}
+                contestants = {"copy": lambda target=target, x=x: target.copy_(x), **CONTESTS[what](x, weight)}
                 times = {name: t.median * 1e6 for name, t in race(contestants, x.device, arguments.rounds).items()}
                 label = f"{what:9}{'x'.join(map(str, shape)):>11} {str(dtype).removeprefix('torch.'):9}"
                 ratio = min(t for name, t in times.items() if name.startswith("rmsnorm")) / times["copy"]

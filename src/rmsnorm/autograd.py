@@ -16,10 +16,8 @@ from rmsnorm._ops import operators
 
 # x is rebuilt from y where every gain lies between these: a gain of zero keeps nothing of x, and a small one little.
 SMALLEST_GAIN, LARGEST_GAIN = 2.0**-10, 2.0**10
-
-
-def _is_fake(t: Tensor) -> bool:
-    return isinstance(t, (torch._subclasses.FakeTensor, torch._subclasses.functional_tensor.FunctionalTensor))
+# The tensors that tracing runs on: they have no values.
+TRACERS = (torch._subclasses.FakeTensor, torch._subclasses.functional_tensor.FunctionalTensor)
 
 
 # The older vmap, of `is_grads_batched` and `vectorize=True`; its name has no member in torch._C.DispatchKey.
@@ -32,7 +30,7 @@ def _is_batched(t: Tensor | None) -> bool:
 
 def invertible(weight: Tensor | None, weight_offset: float) -> bool:
     """Whether x can be rebuilt from y: no gain is zero or nearly so."""
-    if weight is None or weight.is_meta or _is_fake(weight):  # these have no values
+    if weight is None or weight.is_meta or isinstance(weight, TRACERS):
         return True
     gain = (weight.float() + weight_offset).abs()
     return bool(((gain >= SMALLEST_GAIN) & (gain <= LARGEST_GAIN)).all())

@@ -20,10 +20,7 @@ def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, 
     compute = reference.compute_dtype(x)
     wide = x.to(compute)
     x_hat = wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps)
-    if rounding == "before_scale":
-        x_hat = x_hat.to(x.dtype).to(compute)
-    elif rounding == "weight_dtype" and weight is not None and weight.dtype.itemsize == 2:
-        x_hat = x_hat.to(weight.dtype).to(compute)
+    x_hat = reference.round_x_hat(x_hat, x, weight, rounding)
     if weight is not None:
         x_hat = x_hat * (weight.to(compute) + weight_offset)
     return x_hat.to(reference.result_dtype(x, weight, rounding))
@@ -35,11 +32,6 @@ def _is_one_operator(x: Tensor, weight: Tensor | None) -> bool:
     That one rounds a 16-bit x_hat before the weight multiplies it, by the standard, and after it in onnxruntime.
     """
     return x.dtype in (torch.float32, torch.float64) and (weight is None or weight.dtype == x.dtype)
-
-
-def add(x: Tensor, residual: Tensor) -> Tensor:
-    """h = x + residual, rounded to x's dtype."""
-    return x + residual
 
 
 def backward(

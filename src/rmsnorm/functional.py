@@ -211,7 +211,7 @@ def _normalize_rows(
         return _normalize_jagged(x, residual, weight, eps, weight_offset, code)
     if _needs_plain_operations(x, residual, weight, transforming):
         if residual is not None:
-            x = h = formula.add(x, residual)
+            x = h = x + residual
         return formula.forward(x, weight, eps, weight_offset, rounding), h
 
     result = reference.result_dtype(x, weight, rounding)

@@ -59,11 +59,7 @@ def forward(
     u = _gate_first(x, act, norm_before_gate)
     rstd = reference._inverse_rms(_groups(u, group_size), eps)
     x_hat = (_groups(u, group_size) * rstd).flatten(-2)
-    if rounding == "before_scale":
-        x_hat = x_hat.to(x.dtype)
-    elif rounding == "weight_dtype" and weight is not None and weight.dtype.itemsize == 2:
-        x_hat = x_hat.to(weight.dtype)
-    y = x_hat.to(rstd.dtype)
+    y = reference.round_x_hat(x_hat, x, weight, rounding)
     if weight is not None:
         y = y * reference._gain(weight, weight_offset, rstd.dtype)
     result = result_dtype(x, gate, weight, rounding, norm_before_gate)

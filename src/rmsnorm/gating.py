@@ -121,10 +121,7 @@ def _formula(
         u = u * act
     u = u.reshape(*u.shape[:-1], u.shape[-1] // group_size, group_size)
     y = (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)).flatten(-2)
-    if rounding == "before_scale":
-        y = y.to(x.dtype).to(compute)
-    elif rounding == "weight_dtype" and weight is not None and weight.dtype.itemsize == 2:
-        y = y.to(weight.dtype).to(compute)
+    y = reference.round_x_hat(y, x, weight, rounding)
     if weight is not None:
         y = y * (weight.to(compute) + weight_offset)
     if act is not None and norm_before_gate:

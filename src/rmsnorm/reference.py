@@ -31,6 +31,16 @@ def result_dtype(x: Tensor, weight: Tensor | None, rounding: str) -> torch.dtype
     return weight.dtype if rounding == "weight_dtype" else torch.promote_types(x.dtype, weight.dtype)
 
 
+def round_x_hat(x_hat: Tensor, x: Tensor, weight: Tensor | None, rounding: str) -> Tensor:
+    """x_hat as the weight multiplies it: rounded to x's dtype, to the weight's if that has 16 bits, or not at all."""
+    rounded = x_hat
+    if rounding == "before_scale":
+        rounded = x_hat.to(x.dtype)
+    elif rounding == "weight_dtype" and weight is not None and weight.dtype.itemsize == 2:
+        rounded = x_hat.to(weight.dtype)
+    return rounded.to(x_hat.dtype)
+
+
 def rows_per_block(rows: int) -> int:
     """How many consecutive rows share one partial sum of `dweight`: at most 256 blocks, none under 64 rows."""
     return max(64, (rows + 255) // 256)
@@ -72,11 +82,7 @@ def forward(
     """
     rstd = _inverse_rms(x, eps, row)
     x_hat = x.to(rstd.dtype) * rstd
-    if rounding == "before_scale":
-        x_hat = x_hat.to(x.dtype)
-    elif rounding == "weight_dtype" and weight is not None and weight.dtype.itemsize == 2:
-        x_hat = x_hat.to(weight.dtype)
-    x_hat = x_hat.to(rstd.dtype)
+    x_hat = round_x_hat(x_hat, x, weight, rounding)
     y = x_hat if weight is None else x_hat * _gain(weight, weight_offset, rstd.dtype)
     return y.to(result_dtype(x, weight, rounding)), rstd
 

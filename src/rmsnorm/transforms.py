@@ -16,8 +16,6 @@ from rmsnorm._ops import operators
 
 _KNOWN = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Vmap)
 
-_TRACERS = (torch._subclasses.FakeTensor, torch._subclasses.functional_tensor.FunctionalTensor)
-
 
 def in_force() -> bool:
     """Inside functorch (vmap, grad, jvp), forward-mode differentiation or export."""
@@ -30,7 +28,7 @@ def in_force() -> bool:
 
 def dispatches_itself(t: Tensor) -> bool:
     """A subclass that decides for every operation what it means, except for the tracers', which know ours."""
-    return type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not isinstance(t, _TRACERS)
+    return type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not isinstance(t, autograd.TRACERS)
 
 
 def only_reverse_mode_and_vmap() -> bool:
