@@ -9,8 +9,8 @@ namespace {
 using rmsnorm::Backward;
 using rmsnorm::Rebuild;
 
-// The largest magnitude of u = dy * gain. Where arithmetic under another rounding mode could not form u
-// again, it is kept.
+// u = dy * gain, and its largest magnitude. u is kept: where sums set the rounding mode, they could not form
+// it again.
 template <class DY>
 float weigh_row(const DY* dy, const float* gain, float* u, int64_t cols) {
     Bits a = no_bits(), b = a;
@@ -45,7 +45,7 @@ void finish_rows(const Backward& b, int64_t r0, const float* k) {
         dh[r] = row<X>(b.dh, r0 + r);
         rstd[r] = set(b.rstd[r0 + r]), slope[r] = set(k[r]);
     }
-    const bool want_dx = bool(b.dx), want_dweight = b.dweight != nullptr, add_dh = bool(b.dh);
+    const bool want_dx = b.dx.data, want_dweight = b.dweight, add_dh = b.dh.data;
     const float* const gains = b.gain;
     float* const dweight = b.dweight;
     const int64_t cols = b.cols;
@@ -96,7 +96,7 @@ void backward_rows(const Backward& b) {
     float k[batch] = {};
     for (int64_t r0 = 0; r0 < b.rows; r0 += batch) {
         const int64_t rows = b.rows - r0 < batch ? b.rows - r0 : batch;
-        if (b.dx) {
+        if (b.dx.data) {
             float u_max[batch], x_max[batch];
             for (int64_t r = 0; r < rows; ++r) {
                 ProductTask<DY, X>& task = tasks[r];

@@ -74,8 +74,8 @@ struct SquareTask {
     double sum;
     const T* next;       // a row whose largest magnitude is wanted; may be null
     float next_largest;  // of `next`
-    const char*
-        read_later;  // the row after that: its first half is prefetched here, the rest while y is written
+    // A row further on: its first half is prefetched here, the rest while y is written.
+    const char* read_later;
     const char* write_after;  // where y goes; null when it goes past the cache
 };
 

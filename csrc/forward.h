@@ -68,11 +68,12 @@ void scale_row(const X* x, float rstd, const float* gain, Y* y, int64_t cols, co
 
 template <class X, class Y, class XHat>
 void forward_rows(const Forward& f) {
-    const Rows h = f.residual ? f.h : f.x;
+    const bool fused = f.residual.data;
+    const Rows h = fused ? f.h : f.x;
     const int log_cols = ceil_log2(f.cols);
     const double reciprocal = 1.0 / double(f.cols);
     const int64_t row_bytes = f.cols * int64_t(sizeof(X));
-    const bool look_ahead = !f.residual && row_bytes <= look_ahead_bytes;
+    const bool look_ahead = !fused && row_bytes <= look_ahead_bytes;
     int64_t batch = forward_batch_bytes / row_bytes;
     batch = batch < 1 ? 1 : batch > forward_batch ? forward_batch : batch;
 
@@ -82,7 +83,7 @@ void forward_rows(const Forward& f) {
     for (int64_t r0 = 0; r0 < f.rows; r0 += batch) {
         const int64_t rows = f.rows - r0 < batch ? f.rows - r0 : batch;
         for (int64_t r = 0; r < rows; ++r) {
-            if (f.residual)
+            if (fused)
                 m[r] = add_row(row<X>(f.x, r0 + r), row<X>(f.residual, r0 + r), row<X>(h, r0 + r), f.cols);
             else if (r0 == 0 || !look_ahead)
                 m[r] = largest_magnitude(row<X>(h, r0 + r), f.cols);

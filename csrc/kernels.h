@@ -14,10 +14,8 @@ inline int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
 
 // A stack of rows inside some tensor.
 struct Rows {
-    void* data;
+    void* data;  // null where there are none
     int64_t stride;
-
-    explicit operator bool() const { return data != nullptr; }
 };
 
 // y = x_hat * gain, or with a residual h = x + residual first and x_hat of h.

@@ -1,13 +1,9 @@
-// The operators: from tensors to pointers and rows, and rows to threads. The only file that sees PyTorch, and
+// The operators: from tensors to rows, and rows to threads. This file and tensors.h alone see PyTorch, and
 // only through LibTorch's Stable ABI, so that one build serves every release from 2.10.
 //
 // The checks here guard memory; the messages a user sees come from functional.py.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
 #include <cmath>
@@ -16,191 +12,16 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels.h"
-#include "rows.h"
-
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
+#include "tensors.h"
 
 namespace {
 
-using rmsnorm::Dtype;
-using rmsnorm::Layout;
-using rmsnorm::Rows;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 // Below this many elements a second thread costs more than it saves.
 constexpr int64_t elements_per_thread = 16384;
-// Fresh outputs this large are asked to come in huge pages: the page faults of small ones cost more than the
-// kernel.
-constexpr int64_t huge_page_bytes = int64_t(4) << 20;
 // Input and output that together exceed this are taken to exceed the last cache. It is the share of one core
 // complex of a current server; what the system reports was seen to be ten times the truth in a virtual
 // machine.
 constexpr int64_t cache_bytes = int64_t(32) << 20;
-
-const rmsnorm::Kernels& table() {
-    const char* error;
-    const rmsnorm::Kernels* chosen = rmsnorm::kernels(&error);
-    STD_TORCH_CHECK(chosen, error);
-    return *chosen;
-}
-
-Dtype dtype_of(ScalarType type) {
-    switch (type) {
-        case ScalarType::Float:
-            return Dtype::f32;
-        case ScalarType::BFloat16:
-            return Dtype::bf16;
-        case ScalarType::Half:
-            return Dtype::f16;
-        default:
-            STD_TORCH_CHECK(false, "rmsnorm kernels take float32, bfloat16 and float16");
-    }
-}
-
-ScalarType scalar_type(Dtype dtype) {
-    return dtype == Dtype::f32    ? ScalarType::Float
-           : dtype == Dtype::bf16 ? ScalarType::BFloat16
-                                  : ScalarType::Half;
-}
-
-// What the operators ask of a tensor, asked once. Its columns are adjacent: others are copied.
-struct View {
-    Tensor tensor;
-    int64_t dim, *sizes, *strides;
-    Dtype dtype;
-    char* data;
-    bool copied = false;
-
-    explicit View(const Tensor& given) : tensor(given) {
-        STD_TORCH_CHECK(tensor.is_cpu(), "expected a tensor on the CPU");
-        look();
-        STD_TORCH_CHECK(dim > 0 && cols() > 0, "expected at least one dimension, the last not empty");
-        if (cols() != 1 && strides[dim - 1] != 1) {
-            tensor = torch::stable::contiguous(tensor);
-            copied = true;
-            look();
-        }
-    }
-
-    int64_t cols() const { return sizes[dim - 1]; }
-    int64_t numel() const {
-        int64_t n = 1;
-        for (int64_t d = 0; d < dim; ++d) n *= sizes[d];
-        return n;
-    }
-    int64_t bytes() const { return numel() * rmsnorm::size_of(dtype); }
-    bool shaped_as(const View& other) const {
-        return dim == other.dim && std::equal(sizes, sizes + dim, other.sizes);
-    }
-    bool lies_as(const View& other) const {
-        return data == other.data && dtype == other.dtype &&
-               std::equal(strides, strides + dim, other.strides);
-    }
-    // Whether the memory between its first and its last element has nothing in common with that of `other`.
-    bool apart_from(const View& other) const { return end() <= other.data || other.end() <= data; }
-    Rows rows(const Layout::Run& run, int which) const {
-        return {data + run.offset[which] * rmsnorm::size_of(dtype), run.stride[which]};
-    }
-
-  private:
-    const char* end() const {
-        int64_t last = 0;
-        for (int64_t d = 0; d < dim; ++d) {
-            if (sizes[d] == 0) return data;
-            last += (sizes[d] - 1) * strides[d];
-        }
-        return data + (last + 1) * rmsnorm::size_of(dtype);
-    }
-    void look() {
-        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dim));
-        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
-        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
-        dtype = dtype_of(tensor.scalar_type());
-        data = static_cast<char*>(tensor.data_ptr());
-    }
-};
-
-Tensor empty(int64_t dim, const int64_t* sizes, const int64_t* strides, ScalarType type) {
-    AtenTensorHandle handle;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, sizes, strides, static_cast<int32_t>(type),
-                                                           aoti_torch_device_type_cpu(), 0, &handle));
-    return Tensor(handle);
-}
-
-Tensor empty_vector(int64_t size, ScalarType type) {
-    const int64_t stride = 1;
-    return empty(1, &size, &stride, type);
-}
-
-void ask_for_huge_pages([[maybe_unused]] const Tensor& t, [[maybe_unused]] int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    if (bytes < huge_page_bytes) return;
-    constexpr uintptr_t page = uintptr_t(2) << 20;
-    const uintptr_t begin = (reinterpret_cast<uintptr_t>(t.data_ptr()) + page - 1) & ~(page - 1);
-    const uintptr_t end = (reinterpret_cast<uintptr_t>(t.data_ptr()) + uintptr_t(bytes)) & ~(page - 1);
-    // A refusal (an old kernel, huge pages off) costs speed only.
-    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
-}
-
-// A tensor of x's shape, laid out as x where x's layout is dense, else contiguous.
-View empty_like(const View& x, Dtype dtype) {
-    const int64_t* strides = x.strides;
-    std::vector<int64_t> contiguous;
-    if (!rmsnorm::dense(x.dim, x.sizes, x.strides)) {
-        contiguous = rmsnorm::contiguous_strides(x.dim, x.sizes);
-        strides = contiguous.data();
-    }
-    Tensor made = empty(x.dim, x.sizes, strides, scalar_type(dtype));
-    ask_for_huge_pages(made, x.numel() * rmsnorm::size_of(dtype));
-    return View(made);
-}
-
-// x's shape with one column, as float32.
-Tensor empty_rstd(const View& x) {
-    std::vector<int64_t> sizes(x.sizes, x.sizes + x.dim);
-    sizes.back() = 1;
-    return empty(x.dim, sizes.data(), rmsnorm::contiguous_strides(x.dim, sizes.data()).data(),
-                 ScalarType::Float);
-}
-
-// weight + weight_offset in float32: the weight's own memory where that is the same thing.
-class Gain {
-  public:
-    Gain(const std::optional<View>& weight, double offset, int64_t cols, Dtype y_type) {
-        if (!weight) return;
-        STD_TORCH_CHECK(weight->dim == 1 && weight->cols() == cols,
-                        "weight must have one element per column");
-        // Rounding to bfloat16 needs NaNs cleaned up, which the copy does.
-        if (weight->dtype == Dtype::f32 && offset == 0 && y_type != Dtype::bf16) {
-            values_ = reinterpret_cast<const float*>(weight->data);
-            return;
-        }
-        float* copy = here_;
-        if (cols > inline_cols) {
-            there_ = empty_vector(cols, ScalarType::Float);
-            copy = static_cast<float*>(there_.data_ptr());
-        }
-        table().gain(weight->data, weight->dtype, static_cast<float>(offset), copy, cols);
-        values_ = copy;
-    }
-    Gain(const Gain&) = delete;
-    const float* get() const { return values_; }
-
-  private:
-    static constexpr int64_t inline_cols = 8192;
-    alignas(64) float here_[inline_cols];
-    Tensor there_;
-    const float* values_ = nullptr;
-};
-
-std::optional<View> view(const std::optional<Tensor>& t) {
-    return t ? std::optional<View>(std::in_place, *t) : std::nullopt;
-}
 
 enum Rounding : int64_t { once = 0, before_scale = 1, weight_dtype = 2 };  // reference.ROUNDINGS
 

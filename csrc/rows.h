@@ -16,6 +16,16 @@ inline std::vector<int64_t> contiguous_strides(int64_t dim, const int64_t* sizes
     return strides;
 }
 
+// Stride and size of the dimensions that have more than one element, by stride.
+inline std::vector<std::pair<int64_t, int64_t>> by_stride(int64_t dim, const int64_t* sizes,
+                                                          const int64_t* strides) {
+    std::vector<std::pair<int64_t, int64_t>> dims;
+    for (int64_t d = 0; d < dim; ++d)
+        if (sizes[d] != 1) dims.emplace_back(strides[d], sizes[d]);
+    std::sort(dims.begin(), dims.end());
+    return dims;
+}
+
 // No gaps and no overlap: a contiguous tensor, or one with its leading dimensions permuted. The columns are
 // adjacent.
 inline bool dense(int64_t dim, const int64_t* sizes, const int64_t* strides) {
@@ -25,15 +35,10 @@ inline bool dense(int64_t dim, const int64_t* sizes, const int64_t* strides) {
         contiguous = contiguous && (strides[d] == expected || sizes[d] == 1);
         expected *= sizes[d];
     }
-    if (contiguous) return expected != 0;
-    std::vector<std::pair<int64_t, int64_t>> by_stride;  // stride, size
-    for (int64_t d = 0; d < dim; ++d) {
-        if (sizes[d] == 0) return false;
-        if (sizes[d] != 1) by_stride.emplace_back(strides[d], sizes[d]);
-    }
-    std::sort(by_stride.begin(), by_stride.end());
+    if (expected == 0) return false;
+    if (contiguous) return true;
     expected = 1;
-    for (auto [stride, size] : by_stride) {
+    for (auto [stride, size] : by_stride(dim, sizes, strides)) {
         if (stride != expected) return false;
         expected *= size;
     }
@@ -42,15 +47,9 @@ inline bool dense(int64_t dim, const int64_t* sizes, const int64_t* strides) {
 
 // Whether two elements may share memory. Layouts whose dimensions interleave count as if they did.
 inline bool overlaps_itself(int64_t dim, const int64_t* sizes, const int64_t* strides) {
-    if (dense(dim, sizes, strides)) return false;
-    std::vector<std::pair<int64_t, int64_t>> by_stride;  // stride, size
-    for (int64_t d = 0; d < dim; ++d) {
-        if (sizes[d] == 0) return false;
-        if (sizes[d] != 1) by_stride.emplace_back(strides[d], sizes[d]);
-    }
-    std::sort(by_stride.begin(), by_stride.end());
+    if (dense(dim, sizes, strides) || std::count(sizes, sizes + dim, 0)) return false;
     int64_t reach = 0;
-    for (auto [stride, size] : by_stride) {
+    for (auto [stride, size] : by_stride(dim, sizes, strides)) {
         if (stride <= reach) return true;
         reach += (size - 1) * stride;
     }
