@@ -1,7 +1,7 @@
 // The backward of rows, and x rebuilt from y, over the vocabulary of one instruction set.
 #pragma once
 
-#include "fixed_sum.h"
+#include "estimate.h"
 #include "forward.h"
 
 namespace {
@@ -9,27 +9,44 @@ namespace {
 using rmsnorm::Backward;
 using rmsnorm::Rebuild;
 
-// u = dy * gain, and its largest magnitude. u is kept: where sums set the rounding mode, they could not form
-// it again.
-template <class DY>
-float weigh_row(const DY* dy, const float* gain, float* u, int64_t cols) {
-    Bits a = no_bits(), b = a;
-    int64_t i = 0;
-    for (; i + 2 * N <= cols; i += 2 * N) {
-        F32 p = load(dy + i), q = load(dy + i + N);
-        if (gain) p = mul(p, load(gain + i)), q = mul(q, load(gain + i + N));
-        store2(u + i, p, q);
-        a = max_bits(a, p);
-        b = max_bits(b, q);
+// Rows in flight: they share what is loaded and stored of dweight.
+constexpr int64_t backward_batch = 2;
+
+// The sum of u * x over a row, u = dy * gain. Rows that come later are prefetched meanwhile.
+template <class DY, class X>
+ProductSum sum_products(const Backward& b, int64_t r, int log_cols) {
+    const DY* dy = row<DY>(b.dy, r);
+    const X* x = row<X>(b.x, r);
+    const int64_t later = r + backward_batch < b.rows ? r + backward_batch : r;
+    const char* dy_later = reinterpret_cast<const char*>(row<DY>(b.dy, later));
+    const char* x_later = reinterpret_cast<const char*>(row<X>(b.x, later));
+    const char* write_after = reinterpret_cast<const char*>(row<X>(b.dx, r));
+    const float* gain = b.gain;
+    return sum_products(b.cols, log_cols, [=](int64_t i, int64_t n) {
+        constexpr int64_t dy_size = sizeof(DY), x_size = sizeof(X);
+        if (n == N) {
+            if (N * dy_size >= 64 || i % (64 / dy_size) == 0) prefetch(dy_later + i * dy_size);
+            if (N * x_size >= 64 || i % (64 / x_size) == 0) {
+                prefetch(x_later + i * x_size);
+                prefetch_to_write(write_after + i * x_size);
+            }
+        }
+        F32 u = n == N ? load(dy + i) : load(dy + i, n);
+        if (gain) u = mul(u, n == N ? load(gain + i) : load(gain + i, n));
+        return Factors{u, n == N ? load(x + i) : load(x + i, n)};
+    });
+}
+
+// The same in fixed point. u is kept in memory: where sums set the rounding mode, they could not form it.
+template <class DY, class X>
+RMSNORM_NOINLINE double fixed_sum_of_products(const Backward& b, int64_t r, float u_max, float x_max) {
+    const DY* dy = row<DY>(b.dy, r);
+    for (int64_t i = 0; i < b.cols; i += N) {
+        const int64_t n = b.cols - i < N ? b.cols - i : N;
+        const F32 u = load(dy + i, n);
+        store(b.scratch + i, b.gain ? mul(u, load(b.gain + i, n)) : u, n);
     }
-    for (; i < cols; i += N) {
-        int64_t n = cols - i < N ? cols - i : N;
-        F32 p = load(dy + i, n);
-        if (gain) p = mul(p, load(gain + i, n));
-        store(u + i, p, n);
-        a = max_bits(a, p);
-    }
-    return largest(max_bits(a, b, float{}), float{});
+    return fixed_sum_of_products(b.scratch, row<X>(b.x, r), b.cols, u_max, x_max);
 }
 
 // dx of `count` rows, and their terms of dweight in row order.
@@ -89,36 +106,19 @@ void finish_rows(const Backward& b, int64_t r0, const float* k) {
 
 template <class DY, class X>
 void backward_rows(const Backward& b) {
-    constexpr int64_t batch = rmsnorm::backward_batch;
+    constexpr int64_t batch = backward_batch;
     const int log_cols = ceil_log2(b.cols);
     const double reciprocal = 1.0 / double(b.cols);
-    ProductTask<DY, X> tasks[batch];
     float k[batch] = {};
     for (int64_t r0 = 0; r0 < b.rows; r0 += batch) {
         const int64_t rows = b.rows - r0 < batch ? b.rows - r0 : batch;
-        if (b.dx.data) {
-            float u_max[batch], x_max[batch];
-            for (int64_t r = 0; r < rows; ++r) {
-                ProductTask<DY, X>& task = tasks[r];
-                const int64_t later = r0 + batch + r < b.rows ? r0 + batch + r : r0 + r;
-                float* u = b.scratch + r * b.cols;
-                u_max[r] = weigh_row(row<DY>(b.dy, r0 + r), b.gain, u, b.cols);
-                task.u = u;
-                task.x = row<X>(b.x, r0 + r);
-                task.dy_later = row<DY>(b.dy, later);
-                task.x_later = row<X>(b.x, later);
-                task.write_after = row<X>(b.dx, r0 + r);
-                x_max[r] = largest_magnitude(task.x, b.cols);
-                bool ordinary = u_max[r] > 0 && x_max[r] > 0 && finite(u_max[r]) && finite(x_max[r]);
-                task.start =
-                    start_value(ordinary ? exponent_of(u_max[r]) + exponent_of(x_max[r]) : 0, log_cols);
-            }
-            sum_products_of_rows(tasks, rows, b.cols);
-            for (int64_t r = 0; r < rows; ++r) {
-                bool defined = finite(u_max[r]) && finite(x_max[r]);
-                double c = defined ? tasks[r].sum : __builtin_nan("");
-                k[r] = float(double(b.rstd[r0 + r]) * c * reciprocal);
-            }
+        for (int64_t r = 0; r < rows && b.dx.data; ++r) {
+            const double rstd = double(b.rstd[r0 + r]);
+            auto k_of = [&](double c) { return float(rstd * c * reciprocal); };
+            const ProductSum c = sum_products<DY, X>(b, r0 + r, log_cols);
+            k[r] = k_of(c.sum.low);
+            if (!settled(k[r], k_of(c.sum.high)))
+                k[r] = k_of(fixed_sum_of_products<DY, X>(b, r0 + r, c.u_max, c.x_max));
         }
         if (rows == batch)
             finish_rows<DY, X, batch>(b, r0, k);

@@ -9,8 +9,10 @@
 
 #if defined(_MSC_VER) && !defined(__clang__)
 #define RMSNORM_NOINLINE __declspec(noinline)
+#define RMSNORM_INLINE __forceinline
 #else
 #define RMSNORM_NOINLINE __attribute__((noinline))
+#define RMSNORM_INLINE __attribute__((always_inline)) inline
 #endif
 
 namespace {
@@ -40,141 +42,77 @@ inline double drain(const F64 (&sums)[4], F64 s) {
     return total(add(add(sub(sums[0], s), sub(sums[1], s)), add(sub(sums[2], s), sub(sums[3], s))));
 }
 
-// Magnitudes as integers: NaN is larger than infinity, which is larger than everything else.
-template <class T>
-struct Largest {
-    static constexpr int64_t step = 4 * N / int64_t(sizeof(T));
-    Bits a = no_bits(), b = a;
-
-    void see(const T* x) {
-        a = max_bits(a, x);
-        b = max_bits(b, x + step);
-    }
-    void see_rest(const T* x, int64_t i, int64_t cols) {
-        for (; i + step <= cols; i += step) a = max_bits(a, x + i);
-        if (i < cols) b = max_bits(b, x + i, cols - i);
-    }
-    float value() const { return largest(max_bits(a, b, T{}), T{}); }
-};
-
+// NaN counts as larger than infinity.
 template <class T>
 float largest_magnitude(const T* x, int64_t cols) {
-    Largest<T> m;
+    constexpr int64_t step = 4 * N / int64_t(sizeof(T));
+    Bits a = no_bits(), b = a;
     int64_t i = 0;
-    for (; i + 2 * m.step <= cols; i += 2 * m.step) m.see(x + i);
-    m.see_rest(x, i, cols);
-    return m.value();
-}
-
-// One row of a sum of squares. While its arithmetic runs, memory is kept busy with what the next steps need.
-template <class T>
-struct SquareTask {
-    const T* x;
-    double start;
-    double sum;
-    const T* next;       // a row whose largest magnitude is wanted; may be null
-    float next_largest;  // of `next`
-    // A row further on: its first half is prefetched here, the rest while y is written.
-    const char* read_later;
-    const char* write_after;  // where y goes; null when it goes past the cache
-};
-
-template <class T>
-inline void sum_squares(SquareTask<T>& task, int64_t cols) {
-    const T* x = task.x;
-    F64 s = set64(task.start), sums[4] = {s, s, s, s}, v[4];
-    Largest<T> m;
-    int64_t i = 0;
-    constexpr int64_t step = 2 * m.step;  // as many bytes as 2N floats
-    for (; i + step <= cols; i += step) {
-#pragma GCC unroll 2
-        for (int64_t part = 0; part < step; part += 2 * N) {
-            load_wide(x + i + part, v);
-            for (int k = 0; k < 4; ++k) sums[k] = fma_down(v[k], v[k], sums[k]);
-        }
-        if (task.next) m.see(task.next + i);
-        const int64_t offset = i * int64_t(sizeof(T));
-        prefetch(task.read_later + offset / 2);
-        if (task.write_after)
-            for (int64_t byte = 0; byte < 8 * N; byte += 64)
-                prefetch_to_write(task.write_after + offset + byte);
+    for (; i + 2 * step <= cols; i += 2 * step) {
+        a = max_bits(a, x + i);
+        b = max_bits(b, x + i + step);
     }
-    if (task.next) m.see_rest(task.next, i, cols);
-    for (; i < cols; i += N) {
-        widen(i + N <= cols ? load(x + i) : load(x + i, cols - i), v[0], v[1]);
-        for (int k = 0; k < 2; ++k) sums[k] = fma_down(v[k], v[k], sums[k]);
-    }
-    task.sum = drain(sums, s);
-    task.next_largest = m.value();
+    for (; i + step <= cols; i += step) a = max_bits(a, x + i);
+    if (i < cols) b = max_bits(b, x + i, cols - i);
+    return largest(max_bits(a, b, T{}), T{});
 }
 
 // Runs toward zero on instruction sets without a rounding mode in the instruction: nothing but exact
 // operations, integers and fma_down may be done in it, and it must not be inlined where other arithmetic
 // could slip in.
 template <class T>
-RMSNORM_NOINLINE void sum_squares_toward_zero(SquareTask<T>* tasks, int64_t rows, int64_t cols) {
-    for (int64_t r = 0; r < rows; ++r) sum_squares(tasks[r], cols);
-}
-
-template <class T>
-RMSNORM_NOINLINE void sum_squares_of_rows(SquareTask<T>* tasks, int64_t rows, int64_t cols) {
-    [[maybe_unused]] TowardZero mode;
-    sum_squares_toward_zero(tasks, rows, cols);
-}
-
-// As load_wide, which keeps the order of floats, with the order kept.
-inline void load_in_order(const float* p, F64 (&v)[4]) { load_wide(p, v); }
-template <class T>
-void load_in_order(const T* p, F64 (&v)[4]) {
-    widen(load(p), v[0], v[1]);
-    widen(load(p + N), v[2], v[3]);
-}
-
-// One row of a sum of products, and rows to prefetch meanwhile.
-template <class DY, class X>
-struct ProductTask {
-    const float* u;
-    const X* x;
-    double start;
-    double sum;
-    const DY* dy_later;
-    const X* x_later;
-    const X* write_after;  // where dx goes
-};
-
-template <class DY, class X>
-inline void sum_products(ProductTask<DY, X>& task, int64_t cols) {
-    F64 s = set64(task.start), sums[4] = {s, s, s, s}, u[4], x[4];
+RMSNORM_NOINLINE double sum_squares_toward_zero(const T* x, int64_t cols, double start) {
+    const F64 s = set64(start);
+    F64 sums[4] = {s, s, s, s}, v[4];
     int64_t i = 0;
     for (; i + 2 * N <= cols; i += 2 * N) {
-        load_in_order(task.u + i, u);
-        load_in_order(task.x + i, x);
-        for (int j = 0; j < 4; ++j) sums[j] = fma_down(u[j], x[j], sums[j]);
-        for (int64_t byte = 0; byte < 2 * N * int64_t(sizeof(DY)); byte += 64)
-            prefetch(reinterpret_cast<const char*>(task.dy_later + i) + byte);
-        for (int64_t byte = 0; byte < 2 * N * int64_t(sizeof(X)); byte += 64)
-            prefetch(reinterpret_cast<const char*>(task.x_later + i) + byte);
-        for (int64_t byte = 0; byte < 2 * N * int64_t(sizeof(X)); byte += 64)
-            prefetch_to_write(reinterpret_cast<const char*>(task.write_after + i) + byte);
+        widen(load(x + i), v[0], v[1]);
+        widen(load(x + i + N), v[2], v[3]);
+        for (int k = 0; k < 4; ++k) sums[k] = fma_down(v[k], v[k], sums[k]);
+    }
+    for (; i < cols; i += N) {
+        widen(i + N <= cols ? load(x + i) : load(x + i, cols - i), v[0], v[1]);
+        for (int k = 0; k < 2; ++k) sums[k] = fma_down(v[k], v[k], sums[k]);
+    }
+    return drain(sums, s);
+}
+
+template <class T>
+RMSNORM_NOINLINE double fixed_sum_of_squares(const T* x, int64_t cols) {
+    const float m = largest_magnitude(x, cols);
+    if (!finite(m)) return double(m) * double(m);
+    [[maybe_unused]] TowardZero mode;
+    return sum_squares_toward_zero(x, cols, start_value(m > 0 ? 2 * exponent_of(m) : 0, ceil_log2(cols)));
+}
+
+template <class X>
+RMSNORM_NOINLINE double sum_products_toward_zero(const float* u, const X* x, int64_t cols, double start) {
+    const F64 s = set64(start);
+    F64 sums[4] = {s, s, s, s}, a[4], b[4];
+    int64_t i = 0;
+    for (; i + 2 * N <= cols; i += 2 * N) {
+        for (int half = 0; half < 2; ++half) {
+            widen(load(u + i + half * N), a[2 * half], a[2 * half + 1]);
+            widen(load(x + i + half * N), b[2 * half], b[2 * half + 1]);
+        }
+        for (int k = 0; k < 4; ++k) sums[k] = fma_down(a[k], b[k], sums[k]);
     }
     for (; i < cols; i += N) {
         const bool whole = i + N <= cols;
-        widen(whole ? load(task.u + i) : load(task.u + i, cols - i), u[0], u[1]);
-        widen(whole ? load(task.x + i) : load(task.x + i, cols - i), x[0], x[1]);
-        for (int j = 0; j < 2; ++j) sums[j] = fma_down(u[j], x[j], sums[j]);
+        widen(whole ? load(u + i) : load(u + i, cols - i), a[0], a[1]);
+        widen(whole ? load(x + i) : load(x + i, cols - i), b[0], b[1]);
+        for (int k = 0; k < 2; ++k) sums[k] = fma_down(a[k], b[k], sums[k]);
     }
-    task.sum = drain(sums, s);
+    return drain(sums, s);
 }
 
-template <class DY, class X>
-RMSNORM_NOINLINE void sum_products_toward_zero(ProductTask<DY, X>* tasks, int64_t rows, int64_t cols) {
-    for (int64_t r = 0; r < rows; ++r) sum_products(tasks[r], cols);
-}
-
-template <class DY, class X>
-RMSNORM_NOINLINE void sum_products_of_rows(ProductTask<DY, X>* tasks, int64_t rows, int64_t cols) {
+template <class X>
+double fixed_sum_of_products(const float* u, const X* x, int64_t cols, float u_max, float x_max) {
+    if (!finite(u_max) || !finite(x_max)) return __builtin_nan("");
+    const bool zero = u_max == 0 || x_max == 0;
     [[maybe_unused]] TowardZero mode;
-    sum_products_toward_zero(tasks, rows, cols);
+    return sum_products_toward_zero(
+        u, x, cols, start_value(zero ? 0 : exponent_of(u_max) + exponent_of(x_max), ceil_log2(cols)));
 }
 
 }  // namespace

@@ -36,7 +36,7 @@ struct Backward {
     const float* rstd;
     const float* gain;
     float* dweight;  // cols sums, continued; may be null
-    float* scratch;  // backward_scratch(cols) floats
+    float* scratch;  // cols floats
     int64_t rows, cols;
     Dtype dy_type, x_type;  // dh and dx have x's type
 };
@@ -59,10 +59,6 @@ struct Kernels {
     void (*accumulate)(const float* terms, float* sums, int64_t cols);  // sums += terms
     void (*round)(const float* values, void* result, Dtype dtype, int64_t cols);
 };
-
-// Rows that the backward keeps in flight, and the scratch that takes.
-constexpr int64_t backward_batch = 2;
-inline int64_t backward_scratch(int64_t cols) { return backward_batch * cols; }
 
 // The table chosen for this process: the best the machine has, or the one RMSNORM_ISA names.
 // Null when that name is unknown or unsupported; `error` then says so.

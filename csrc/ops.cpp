@@ -177,8 +177,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy_given, const Tensor& x_give
     // The first task adds its block sums up as it goes; those of the others wait, so that all are added in
     // order.
     const int64_t waiting = need_dweight ? blocks - first_block(1) : 0;
-    const int64_t sum_cols = need_dweight ? cols : 0,
-                  scratch_floats = need_dx ? rmsnorm::backward_scratch(cols) : 0;
+    const int64_t sum_cols = need_dweight ? cols : 0, scratch_floats = need_dx ? cols : 0;
     const Tensor buffer = empty_vector((2 + waiting) * sum_cols + tasks * scratch_floats, ScalarType::Float);
     float* const total = floats(buffer);
     float* const first_sum = total + sum_cols;

@@ -21,6 +21,7 @@ inline F32 add(F32 a, F32 b) { return _mm256_add_ps(a, b); }
 inline F32 sub(F32 a, F32 b) { return _mm256_sub_ps(a, b); }
 inline F32 mul(F32 a, F32 b) { return _mm256_mul_ps(a, b); }
 inline F32 div(F32 a, F32 b) { return _mm256_div_ps(a, b); }
+inline F32 fms(F32 a, F32 b, F32 c) { return _mm256_fmsub_ps(a, b, c); }
 
 inline __m256i first(int64_t n) {
     const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -139,15 +140,30 @@ float largest(Bits m, T) {
 inline F64 set64(double v) { return _mm256_set1_pd(v); }
 inline F64 sub(F64 a, F64 b) { return _mm256_sub_pd(a, b); }
 inline F64 add(F64 a, F64 b) { return _mm256_add_pd(a, b); }
+inline F64 max(F64 a, F64 b) { return _mm256_max_pd(a, b); }
+inline double largest(F64 v) {
+    __m128d r = _mm_max_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
+    return _mm_cvtsd_f64(_mm_max_sd(r, _mm_unpackhi_pd(r, r)));
+}
 inline double total(F64 v) {
     __m128d r = _mm_add_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
     return _mm_cvtsd_f64(_mm_add_sd(r, _mm_unpackhi_pd(r, r)));
 }
-inline F64 fma_down(F64 a, F64 b, F64 sum) { return _mm256_fmadd_pd(a, b, sum); }
+inline F64 fma(F64 a, F64 b, F64 sum) { return _mm256_fmadd_pd(a, b, sum); }
+inline F64 fma_down(F64 a, F64 b, F64 sum) { return fma(a, b, sum); }
+template <class T>
+using Wide = F64;
+template <class T>
+constexpr int wides = 4;
+template <class T>
+Wide<T> zero_wide() {
+    return set64(0);
+}
 inline void widen(F32 v, F64& low, F64& high) {
     low = _mm256_cvtps_pd(_mm256_castps256_ps128(v));
     high = _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1));
 }
+inline void widen(F32 v, F64 (&wide)[2]) { widen(v, wide[0], wide[1]); }
 inline F64 wide4(__m128i lanes) { return _mm256_cvtps_pd(_mm_castsi128_ps(lanes)); }
 
 // 2N elements as four vectors, in any order.

@@ -31,6 +31,7 @@ inline F32 add(F32 a, F32 b) { return _mm512_add_ps(a, b); }
 inline F32 sub(F32 a, F32 b) { return _mm512_sub_ps(a, b); }
 inline F32 mul(F32 a, F32 b) { return _mm512_mul_ps(a, b); }
 inline F32 div(F32 a, F32 b) { return _mm512_div_ps(a, b); }
+inline F32 fms(F32 a, F32 b, F32 c) { return _mm512_fmsub_ps(a, b, c); }
 
 inline F32 load(const float* p) { return _mm512_loadu_ps(p); }
 inline F32 load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
@@ -146,7 +147,10 @@ float largest(Bits m, T) {
 inline F64 set64(double v) { return _mm512_set1_pd(v); }
 inline F64 sub(F64 a, F64 b) { return _mm512_sub_pd(a, b); }
 inline F64 add(F64 a, F64 b) { return _mm512_add_pd(a, b); }
+inline F64 max(F64 a, F64 b) { return _mm512_max_pd(a, b); }
 inline double total(F64 v) { return _mm512_reduce_add_pd(v); }
+inline double largest(F64 v) { return _mm512_reduce_max_pd(v); }
+inline F64 fma(F64 a, F64 b, F64 sum) { return _mm512_fmadd_pd(a, b, sum); }
 inline F64 fma_down(F64 a, F64 b, F64 sum) {
     return _mm512_fmadd_round_pd(a, b, sum, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
 }
@@ -156,9 +160,52 @@ inline void widen(F32 v, F64& low, F64& high) {
 }
 inline F64 wide8(__m256i lanes) { return _mm512_cvtps_pd(_mm256_castsi256_ps(lanes)); }
 
-// 2N elements as four vectors, in any order.
-inline void load_wide(const float* p, F64 (&v)[4]) {
-    for (int i = 0; i < 4; ++i) v[i] = _mm512_cvtps_pd(_mm256_loadu_ps(p + 8 * i));
+inline void widen(F32 v, F64 (&wide)[2]) { widen(v, wide[0], wide[1]); }
+
+// Floats are widened from memory in half the time where the vector is half as long: on Zen 4, 4.8 cycles
+// against 8 for the sum of 32 squares.
+template <class T>
+struct WideOf {
+    using type = F64;
+};
+template <>
+struct WideOf<float> {
+    using type = __m256d;
+};
+template <class T>
+using Wide = typename WideOf<T>::type;
+template <class T>
+constexpr int wides = 2 * N * 8 / int(sizeof(Wide<T>));
+
+inline __m256d add(__m256d a, __m256d b) { return _mm256_add_pd(a, b); }
+inline __m256d max(__m256d a, __m256d b) { return _mm256_max_pd(a, b); }
+inline __m256d fma(__m256d a, __m256d b, __m256d sum) { return _mm256_fmadd_pd(a, b, sum); }
+inline double total(__m256d v) {
+    __m128d r = _mm_add_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(r, _mm_unpackhi_pd(r, r)));
+}
+inline double largest(__m256d v) {
+    __m128d r = _mm_max_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
+    return _mm_cvtsd_f64(_mm_max_sd(r, _mm_unpackhi_pd(r, r)));
+}
+template <class T>
+Wide<T> zero_wide() {
+    if constexpr (sizeof(Wide<T>) == sizeof(F64))
+        return set64(0);
+    else
+        return _mm256_setzero_pd();
+}
+inline void widen(F32 v, __m256d (&wide)[4]) {
+    const __m256 half[2] = {_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)};
+    for (int i = 0; i < 2; ++i) {
+        wide[2 * i] = _mm256_cvtps_pd(_mm256_castps256_ps128(half[i]));
+        wide[2 * i + 1] = _mm256_cvtps_pd(_mm256_extractf128_ps(half[i], 1));
+    }
+}
+
+// 2N elements, in any order.
+inline void load_wide(const float* p, __m256d (&v)[8]) {
+    for (int i = 0; i < 8; ++i) v[i] = _mm256_cvtps_pd(_mm_loadu_ps(p + 4 * i));
 }
 inline void load_wide(const bf16* p, F64 (&v)[4]) {
     for (int i = 0; i < 2; ++i) {

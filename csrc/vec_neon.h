@@ -21,6 +21,7 @@ inline F32 add(F32 a, F32 b) { return vaddq_f32(a, b); }
 inline F32 sub(F32 a, F32 b) { return vsubq_f32(a, b); }
 inline F32 mul(F32 a, F32 b) { return vmulq_f32(a, b); }
 inline F32 div(F32 a, F32 b) { return vdivq_f32(a, b); }
+inline F32 fms(F32 a, F32 b, F32 c) { return vnegq_f32(vfmsq_f32(c, a, b)); }
 
 inline F32 widen(uint16x4_t words, bf16) { return vreinterpretq_f32_u32(vshll_n_u16(words, 16)); }
 inline F32 widen(uint16x4_t words, f16) { return vcvt_f32_f16(vreinterpret_f16_u16(words)); }
@@ -103,11 +104,23 @@ inline F64 set64(double v) { return vdupq_n_f64(v); }
 inline F64 add(F64 a, F64 b) { return vaddq_f64(a, b); }
 inline F64 sub(F64 a, F64 b) { return vsubq_f64(a, b); }
 inline double total(F64 v) { return vaddvq_f64(v); }
-inline F64 fma_down(F64 a, F64 b, F64 sum) { return vfmaq_f64(sum, a, b); }
+inline F64 max(F64 a, F64 b) { return vmaxq_f64(a, b); }
+inline double largest(F64 v) { return vmaxvq_f64(v); }
+inline F64 fma(F64 a, F64 b, F64 sum) { return vfmaq_f64(sum, a, b); }
+inline F64 fma_down(F64 a, F64 b, F64 sum) { return fma(a, b, sum); }
+template <class T>
+using Wide = F64;
+template <class T>
+constexpr int wides = 4;
+template <class T>
+Wide<T> zero_wide() {
+    return set64(0);
+}
 inline void widen(F32 v, F64& low, F64& high) {
     low = vcvt_f64_f32(vget_low_f32(v));
     high = vcvt_high_f64_f32(v);
 }
+inline void widen(F32 v, F64 (&wide)[2]) { widen(v, wide[0], wide[1]); }
 
 // 2N elements as four vectors, in any order.
 template <class T>

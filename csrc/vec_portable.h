@@ -10,8 +10,9 @@
 //   store2       2N elements
 //   stream2      2N elements to an address aligned to 64 bytes, past the cache; stream_end orders them
 //   round_to     to bf16 or f16 and back
+//   fms          a * b - c, rounded once
 //   fma_down     floor-and-accumulate: a * b + sum toward zero, for sums that stay positive
-//   load_wide    2N elements as four F64, in any order
+//   Wide<T>      doubles to sum squares of T in; load_wide has 2N elements as wides<T> of them, in any order
 #pragma once
 
 #include <cmath>
@@ -134,6 +135,12 @@ float largest(Bits m, T) {
     return widen_one(T{uint16_t(r >> 1)});
 }
 
+inline F32 fms(F32 a, F32 b, F32 c) {
+    // The product is exact in float64; the difference is too where c is the product rounded to float32.
+    for (int64_t i = 0; i < N; ++i) a.v[i] = float(double(a.v[i]) * double(b.v[i]) - double(c.v[i]));
+    return a;
+}
+
 inline F64 set64(double s) {
     F64 r;
     for (auto& v : r.v) v = s;
@@ -147,19 +154,38 @@ inline F64 sub(F64 a, F64 b) {
     for (int64_t i = 0; i < N / 2; ++i) a.v[i] -= b.v[i];
     return a;
 }
+inline F64 max(F64 a, F64 b) {
+    for (int64_t i = 0; i < N / 2; ++i) a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
+    return a;
+}
+inline double largest(F64 a) {
+    double r = a.v[0];
+    for (double v : a.v) r = r > v ? r : v;
+    return r;
+}
 inline double total(F64 a) {
     double r = 0;
     for (double v : a.v) r += v;
     return r;
 }
 // The product of two floats is exact in float64, so the sum alone rounds.
-inline F64 fma_down(F64 a, F64 b, F64 sum) {
+inline F64 fma(F64 a, F64 b, F64 sum) {
     for (int64_t i = 0; i < N / 2; ++i) sum.v[i] += a.v[i] * b.v[i];
     return sum;
+}
+inline F64 fma_down(F64 a, F64 b, F64 sum) { return fma(a, b, sum); }
+template <class T>
+using Wide = F64;
+template <class T>
+constexpr int wides = 4;
+template <class T>
+Wide<T> zero_wide() {
+    return set64(0);
 }
 inline void widen(F32 a, F64& low, F64& high) {
     for (int64_t i = 0; i < N / 2; ++i) low.v[i] = a.v[i], high.v[i] = a.v[N / 2 + i];
 }
+inline void widen(F32 a, F64 (&wide)[2]) { widen(a, wide[0], wide[1]); }
 template <class T>
 void load_wide(const T* p, F64 (&v)[4]) {
     widen(load(p), v[0], v[1]);

@@ -146,7 +146,7 @@ void backward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
     const Dtype x_type = rebuilds ? Dtype(rebuilt_type) : x.dtype();
     const Array dx(x_type, rows, cols), dweight(Dtype(weight_type), 1, cols);
     const std::vector<float> gain = gain_of(kernels, weight, offset);
-    std::unique_ptr<float[]> scratch(new float[size_t(rmsnorm::backward_scratch(cols))]);
+    std::unique_ptr<float[]> scratch(new float[size_t(cols)]);
     std::vector<float> total(size_t(cols), 0.0f);
 
     const int64_t length = std::max<int64_t>(64, (rows + 255) / 256);
