@@ -101,6 +101,15 @@ def gradients_of_any_values():
             yield backward_case(f"any values {shift}", dy, x, weight, dh=dh)
             finite = dy.isfinite().all(-1) & x.isfinite().all(-1)  # else every column of dweight is NaN
             yield backward_case(f"any finite values {shift}", dy[finite], x[finite], weight)
+        # Products that lose bits, or all of them, where float32 ends. eps = 0 brings them back into k.
+        for exponent in (-60, -70, -80):
+            x, dy = (random_rows(5, width, SINGLE, seed=width + i) * 2.0**exponent for i in (7, 8))
+            x = x.to(x_dtype) if x_dtype != HALF else x
+            yield backward_case(f"products of 2^{2 * exponent}", dy, x, None, eps=0.0)
+        # k underflows to zero, and where dy is -0 its sign is seen.
+        x, dy = torch.full((1, width), 1000.0, dtype=x_dtype), torch.full((1, width), -0.0)
+        dy[0, 0] = 2.0**-149
+        yield backward_case("k underflows", dy, x, None)
 
 
 def gradients_of_row_counts():
