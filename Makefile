@@ -38,7 +38,7 @@ sanitize: $(VENV)/.package
 		$(BIN)/python -m pytest tests/test_kernels.py
 
 bench: $(VENV)/.package
-	$(BIN)/python benchmarks/bench.py
+	$(BIN)/rmsnorm bench
 
 wheel: $(VENV)/.tools
 	$(PIP) wheel . --no-build-isolation --no-deps --wheel-dir dist

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 
 from rmsnorm import __version__
-from rmsnorm.cli import compare, demo, info, inspect
+from rmsnorm.cli import bench, compare, demo, info, inspect
 from rmsnorm.cli.requirements import CannotRun
 
 COMMANDS = {
     "info": info,
     "demo": demo,
+    "bench": bench,
     "compare": compare,
     "inspect": inspect,
 }

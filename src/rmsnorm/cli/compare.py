@@ -6,10 +6,8 @@ from dataclasses import asdict
 
 import torch
 
-from rmsnorm.cli.requirements import positive
+from rmsnorm.cli.requirements import DTYPES, positive, shape
 from rmsnorm.comparison import compare_normalization
-
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,11 +24,3 @@ def run(arguments: argparse.Namespace) -> int:
     found = compare_normalization(dim, rows, dtype, mean=arguments.mean, rounds=arguments.rounds)
     print(json.dumps(asdict(found), indent=2) if arguments.json else found)
     return 0
-
-
-def shape(text: str) -> tuple[int, int]:
-    """Convert an argument like 1024x4096 to rows and columns, for argparse."""
-    rows, by, columns = text.partition("x")
-    if not by:
-        raise argparse.ArgumentTypeError(f"must be ROWSxCOLS, as in 1024x4096, got {text!r}")
-    return positive(rows), positive(columns)

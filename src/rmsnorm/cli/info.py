@@ -5,6 +5,7 @@ import json
 import os
 import platform
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ def collect() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "platform": platform.platform(),
+        "processor": processor(),
         "kernels": status,
         "RMSNORM_ISA": os.environ.get("RMSNORM_ISA"),
         "threads": torch.get_num_threads(),
@@ -38,6 +40,16 @@ def collect() -> dict[str, Any]:
         if accelerator
         else None,
     }
+
+
+def processor() -> str:
+    """Return the processor's own name for itself where Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def format_facts(facts: dict[str, Any]) -> str:

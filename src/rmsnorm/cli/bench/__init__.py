@@ -1,0 +1,151 @@
+"""Times RMSNorm against everything else that is installed; what is wrong is not timed.
+
+Every contestant is held to float64 before it is timed, and all take turns. Exits with 1 if one is wrong. Ctrl-C keeps
+what was measured so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rmsnorm.cli import info
+from rmsnorm.cli.bench import shapes, table
+from rmsnorm.cli.bench.contestants import Unavailable
+from rmsnorm.cli.bench.lines import open_lines, read
+from rmsnorm.cli.bench.measure import CACHES, CONTESTANTS, Plan, Result, measure
+from rmsnorm.cli.bench.shapes import Case, Shape
+from rmsnorm.cli.bench.tensors import Inputs
+from rmsnorm.cli.progress import progress
+from rmsnorm.cli.requirements import DTYPES, device, list_of, one_of, positive, require
+
+# Of racing; making and checking the contestants comes on top.
+QUICK_SECONDS = 30.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what, dtypes, caches, names = (list_of(one_of(*known)) for known in (shapes.WHATS, DTYPES, CACHES, CONTESTANTS))
+    parser.add_argument(
+        "--what",
+        type=what,
+        metavar="LIST",
+        help=f"of {', '.join(shapes.WHATS)} (of one norm: forward and backward); default all",
+    )
+    parser.add_argument(
+        "--shapes",
+        type=list_of(shapes.parse),
+        metavar="LIST",
+        help="of ROWSxCOLS, parts of names (see --list), and all; default " + ", ".join(map(str, shapes.DEFAULT)),
+    )
+    parser.add_argument(
+        "--dtypes", type=dtypes, metavar="LIST", help=f"of {', '.join(DTYPES)}; default float32,bfloat16"
+    )
+    parser.add_argument(
+        "--threads", type=list_of(positive), metavar="LIST", help="thread counts; default what torch has"
+    )
+    parser.add_argument("--caches", type=caches, metavar="LIST", help="of warm, cold; default both")
+    parser.add_argument("--contestants", type=names, metavar="LIST", help="see --list; default all that are installed")
+    parser.add_argument("--device", type=device, default="cpu", help="default cpu")
+    parser.add_argument("--rounds", type=positive, help="default 15")
+    parser.add_argument("--quick", action="store_true", help="less of everything: within a minute, no torch.compile")
+    parser.add_argument("--list", action="store_true", help="list the named shapes and the contestants, and stop")
+    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="show what --json wrote, time nothing")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="JSON lines as they come, in place of tables or to a file"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    require("bench", "rich")
+    if arguments.list:
+        print(describe(arguments.device))
+        return 0
+    results: list[Result] = []
+    interrupted = False
+    try:
+        if arguments.source:
+            about, results = read(arguments.source)
+        else:
+            about = machine()
+            contest(arguments, about, results.append)
+    except KeyboardInterrupt:
+        interrupted = True
+    if arguments.json != "-":
+        table.show(table.order(results))
+    if interrupted:
+        raise KeyboardInterrupt
+    return 1 if any(result.status == "wrong" for result in results) else 0
+
+
+def machine() -> dict[str, Any]:
+    """Return what the figures depend on, and the command."""
+    facts = info.collect()
+    names = ("rmsnorm", "torch", "processor", "accelerator", "platform")
+    command = shlex.join(["rmsnorm", *sys.argv[1:]])
+    return {name: facts[name] for name in names} | {
+        "isa": facts["kernels"]["isa"],
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "command": command,
+    }
+
+
+def contest(arguments: argparse.Namespace, about: dict[str, Any], found: Callable[[Result], None]) -> None:
+    """Measure what was asked for, and hand over and write each result as it comes."""
+    cases = choose_cases(arguments)
+    plan = choose_plan(arguments, cases)
+    with open_lines(arguments.json) as write, progress(plan.size(cases)) as step:
+        write({"about": about})
+        for result in measure(cases, plan, step):
+            write(result.to_json())
+            found(result)
+
+
+def choose_plan(arguments: argparse.Namespace, cases: Sequence[Case]) -> Plan:
+    """Return who runs, in which caches, and for how long."""
+    quick = arguments.quick
+    return Plan(
+        names=arguments.contestants or [name for name in CONTESTANTS if not quick or name != "torch.compile"],
+        caches=arguments.caches or (["warm"] if quick else list(CACHES)),
+        rounds=arguments.rounds or (7 if quick else 15),
+        budget=1e-3 if quick else 2e-3,
+        patience=QUICK_SECONDS / len(cases) if quick else float("inf"),
+    )
+
+
+def choose_cases(arguments: argparse.Namespace) -> list[Case]:
+    """Return the cases in the order of the tables."""
+    quick = arguments.quick
+    chosen: Sequence[Shape] = shapes.QUICK if quick else shapes.DEFAULT
+    if arguments.shapes:
+        chosen = list(dict.fromkeys(shape for found in arguments.shapes for shape in found))
+    whats = arguments.what or (["forward", "training"] if quick else list(shapes.WHATS))
+    return [
+        Case(what, shape, dtype, str(arguments.device), threads)
+        for threads in arguments.threads or [torch.get_num_threads()]
+        for what in whats
+        for dtype in arguments.dtypes or ["float32", "bfloat16"]
+        for shape in chosen
+    ]
+
+
+def describe(device: torch.device) -> str:
+    """Return the named shapes, and the contestants with the reason for each that is missing."""
+    case = Case("forward", Shape(1, 64), "float32", str(device), 1)
+    lines = ["Shapes", *(f"  {shape.name:20}{shape.size}" for shape in shapes.NAMED), "", f"Contestants ({device})"]
+    for name, make in CONTESTANTS.items():
+        try:
+            make(case, Inputs.of(case))
+            state = "ready"
+        except Unavailable as reason:
+            state = str(reason)
+        except Exception as error:  # other people's code may raise anything
+            state = f"{type(error).__name__}: {error}".partition("\n")[0]
+        lines.append(f"  {name:20}{state}")
+    return "\n".join(lines)
