@@ -17,17 +17,18 @@ from typing import Any
 import torch
 
 from rmsnorm.cli import info
-from rmsnorm.cli.bench import shapes, table
+from rmsnorm.cli.bench import page, plot, shapes, table
 from rmsnorm.cli.bench.contestants import Unavailable
 from rmsnorm.cli.bench.lines import open_lines, read
 from rmsnorm.cli.bench.measure import CACHES, CONTESTANTS, Plan, Result, measure
 from rmsnorm.cli.bench.shapes import Case, Shape
 from rmsnorm.cli.bench.tensors import Inputs
 from rmsnorm.cli.progress import progress
-from rmsnorm.cli.requirements import DTYPES, device, list_of, one_of, positive, require
+from rmsnorm.cli.requirements import DTYPES, device, file_of, list_of, one_of, positive, require
 
-# Of racing; making and checking the contestants comes on top.
+# Of racing, in all and for each case and cache; making and checking the contestants comes on top.
 QUICK_SECONDS = 30.0
+PATIENCE = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,17 +54,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--caches", type=caches, metavar="LIST", help="of warm, cold; default both")
     parser.add_argument("--contestants", type=names, metavar="LIST", help="see --list; default all that are installed")
     parser.add_argument("--device", type=device, default="cpu", help="default cpu")
-    parser.add_argument("--rounds", type=positive, help="default 15")
+    parser.add_argument("--rounds", type=positive, help="default 15, fewer where they take long")
     parser.add_argument("--quick", action="store_true", help="less of everything: within a minute, no torch.compile")
     parser.add_argument("--list", action="store_true", help="list the named shapes and the contestants, and stop")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="show what --json wrote, time nothing")
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="JSON lines as they come, in place of tables or to a file"
     )
+    pictures = file_of(".svg", ".png")
+    parser.add_argument("--plot", type=pictures, metavar="FILE", help=".svg or .png: bandwidth against size")
+    parser.add_argument("--html", type=file_of(".html"), metavar="FILE", help="one page: tables, and plots that react")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    require("bench", "rich")
+    require("bench", *needs(arguments))
     if arguments.list:
         print(describe(arguments.device))
         return 0
@@ -79,9 +83,19 @@ def run(arguments: argparse.Namespace) -> int:
         interrupted = True
     if arguments.json != "-":
         table.show(table.order(results))
+    if arguments.plot and any(result.timing for result in results):
+        plot.draw(results, arguments.plot)
+    if arguments.html:
+        page.write(about, results, arguments.html)
     if interrupted:
         raise KeyboardInterrupt
     return 1 if any(result.status == "wrong" for result in results) else 0
+
+
+def needs(arguments: argparse.Namespace) -> list[str]:
+    """Return the packages that what was asked for takes beyond torch."""
+    wanted = {"rich": arguments.json != "-", "matplotlib": arguments.plot, "plotly": arguments.html}
+    return [package for package, want in wanted.items() if want]
 
 
 def machine() -> dict[str, Any]:
@@ -115,7 +129,7 @@ def choose_plan(arguments: argparse.Namespace, cases: Sequence[Case]) -> Plan:
         caches=arguments.caches or (["warm"] if quick else list(CACHES)),
         rounds=arguments.rounds or (7 if quick else 15),
         budget=1e-3 if quick else 2e-3,
-        patience=QUICK_SECONDS / len(cases) if quick else float("inf"),
+        patience=QUICK_SECONDS / len(cases) if quick else float("inf") if arguments.rounds else PATIENCE,
     )
 
 
