@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import os
 import re
@@ -11,12 +12,13 @@ import torch.nn.functional as F
 
 from rmsnorm import _timing
 from rmsnorm.cli import bench, main
-from rmsnorm.cli.bench import peers, table
+from rmsnorm.cli.bench import model, peers, table
 from rmsnorm.cli.bench.contestants import Norm, make_call
 from rmsnorm.cli.bench.judging import find_error
 from rmsnorm.cli.bench.measure import CONTESTANTS, Result
 from rmsnorm.cli.bench.shapes import WHATS, Case, Shape, parse
 from rmsnorm.cli.bench.tensors import EPS, Inputs
+from rmsnorm.patching.replacing import is_patched
 
 SMALL = ["bench", "--shapes", "4x64,3x32", "--dtypes", "float32", "--rounds", "3", "--threads", "1"]
 FAST = ["--contestants", "rmsnorm,F.rms_norm,naive"]
@@ -231,6 +233,71 @@ def test_a_file_of_something_else_is_refused_in_one_line(tmp_path, capsys):
     for path in ("other", "missing"):
         assert main(["bench", "--from", str(tmp_path / path)]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "--what", "add"], "--model and --what"),
+        (["--model", "--html", "page.html"], "--model and --html"),
+        (["--from", "file", "--quick"], "--from and --quick"),
+        (["--decode", "3"], "--decode is for --model"),
+        (["--model", "/nowhere"], "does not exist"),
+        (["--model", "--prefill", "100000"], "takes 2048 tokens"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(arguments, said, capsys):
+    if arguments[0] == "--model" and not importlib.util.find_spec("transformers") and not os.environ.get("CI"):
+        pytest.skip("transformers is not installed; `make demo` installs it")
+    assert main(["bench", *arguments]) == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_needs_are_named_only_if_asked_for(monkeypatch, capsys):
+    find_spec = importlib.util.find_spec
+    hidden = "rich", "matplotlib", "plotly"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name))
+    assert main([*SMALL, *FAST, "--what", "forward", "--json"]) == 0
+    capsys.readouterr()
+    for arguments, needed in (([], "rich"), (["--json", "--plot", "x.svg"], "matplotlib")):
+        assert main([*SMALL, *FAST, *arguments]) == 2
+        assert f'not installed: {needed}; try: pip install "rmsnorm[bench]"\n' in capsys.readouterr().err
+
+
+@pytest.mark.demo
+def test_a_model_is_timed_before_and_after_patch(tmp_path, capsys):
+    if not importlib.util.find_spec("transformers") and not os.environ.get("CI"):
+        pytest.skip("transformers is not installed; `make demo` installs it")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 99, **sizes}))
+    arguments = ["--prefill", "8", "--decode", "2", "--rounds", "1", "--threads", "1", "--dtypes", "bfloat16"]
+    assert main(["bench", "--model", str(tmp_path), *arguments]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert main(["bench", "--model", str(tmp_path), *arguments, "--json"]) == 0
+    _, *found = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert [(line["phase"], line["tokens"], line["norms_are"]) for line in found] == [
+        ("prefill", 8, "before"),
+        ("prefill", 8, "after"),
+        ("decode", 2, "before"),
+        ("decode", 2, "after"),
+    ]
+    for line in found:
+        assert line["tokens_per_s"] == pytest.approx(line["tokens"] / line["whole"]["median"], rel=1e-3)
+        assert 0 < line["share_of_norms"] < 1
+
+
+@pytest.mark.demo
+def test_a_model_goes_back_and_forth_between_its_norms_and_ours(tmp_path):
+    if not importlib.util.find_spec("transformers") and not os.environ.get("CI"):
+        pytest.skip("transformers is not installed; `make demo` installs it")
+    language = model.PatchedModel(model.TINY)
+    language.use_dtype(torch.float32)
+    own = {name: type(norm) for name, norm in language.norms["before"].items()}
+    assert len(own) == 17
+    for which, patched in (("before", False), ("after", True), ("before", False)):
+        language.use_norms(which)
+        assert {is_patched(norm) for norm in language.norms[which].values()} == {patched}
 
 
 # ---------------------------------------------------------------- interrupted

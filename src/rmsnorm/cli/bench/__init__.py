@@ -1,7 +1,7 @@
-"""Times RMSNorm against everything else that is installed; what is wrong is not timed.
+"""Times RMSNorm against everything else that is installed, or a whole model on its own norms and on ours.
 
-Every contestant is held to float64 before it is timed, and all take turns. Exits with 1 if one is wrong. Ctrl-C keeps
-what was measured so far.
+Every contestant is held to float64 before it is timed, and all take turns. A wrong one has no speed: it is listed with
+its error, and the command exits with 1. Ctrl-C keeps what was measured so far.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from typing import Any
 import torch
 
 from rmsnorm.cli import info
-from rmsnorm.cli.bench import page, plot, shapes, table
+from rmsnorm.cli.bench import model, page, plot, shapes, table
 from rmsnorm.cli.bench.contestants import Unavailable
 from rmsnorm.cli.bench.lines import open_lines, read
 from rmsnorm.cli.bench.measure import CACHES, CONTESTANTS, Plan, Result, measure
+from rmsnorm.cli.bench.model import Speed
 from rmsnorm.cli.bench.shapes import Case, Shape
 from rmsnorm.cli.bench.tensors import Inputs
 from rmsnorm.cli.progress import progress
-from rmsnorm.cli.requirements import DTYPES, device, file_of, list_of, one_of, positive, require
+from rmsnorm.cli.requirements import DTYPES, CannotRun, device, file_of, list_of, one_of, positive, require
 
 # Of racing, in all and for each case and cache; making and checking the contestants comes on top.
 QUICK_SECONDS = 30.0
@@ -64,10 +65,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pictures = file_of(".svg", ".png")
     parser.add_argument("--plot", type=pictures, metavar="FILE", help=".svg or .png: bandwidth against size")
     parser.add_argument("--html", type=file_of(".html"), metavar="FILE", help="one page: tables, and plots that react")
+    whole = parser.add_argument_group("a whole model", "takes --dtypes, --threads, --rounds, --quick and --json too")
+    whole.add_argument(
+        "--model",
+        nargs="?",
+        const=model.TINY,
+        metavar="CONFIG",
+        help="tokens per second and the share of norms, before and after rmsnorm.patch, with random weights; "
+        "by a config.json of transformers or the folder it is in; default a small Llama",
+    )
+    whole.add_argument("--prefill", type=positive, help="tokens in its prompt (default 256)")
+    whole.add_argument("--decode", type=positive, help="tokens it generates (default 32)")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    refuse_what_would_be_ignored(arguments)
     require("bench", *needs(arguments))
+    if arguments.model:
+        return run_model(arguments)
     if arguments.list:
         print(describe(arguments.device))
         return 0
@@ -90,6 +105,47 @@ def run(arguments: argparse.Namespace) -> int:
     if interrupted:
         raise KeyboardInterrupt
     return 1 if any(result.status == "wrong" for result in results) else 0
+
+
+def run_model(arguments: argparse.Namespace) -> int:
+    speeds: list[Speed] = []
+    dtypes = arguments.dtypes or (["bfloat16"] if arguments.quick else ["float32", "bfloat16"])
+    threads = arguments.threads or [torch.get_num_threads()]
+    rounds = arguments.rounds or (3 if arguments.quick else 5)
+    steps = 1 + len(dtypes) * len(threads) * (1 + 2 * rounds)
+    lengths = arguments.prefill or 256, arguments.decode or 32
+    interrupted = False
+    try:
+        with open_lines(arguments.json) as write, progress(steps) as step:
+            write({"about": machine()})
+            for speed in model.measure(arguments.model, dtypes, threads, *lengths, rounds, step):
+                write(speed.to_json())
+                speeds.append(speed)
+    except KeyboardInterrupt:
+        interrupted = True
+    if arguments.json != "-":
+        model.show(speeds)
+    if interrupted:
+        raise KeyboardInterrupt
+    return 0
+
+
+def refuse_what_would_be_ignored(arguments: argparse.Namespace) -> None:
+    """Raise `CannotRun` if an argument has no meaning beside another."""
+    measured = ("what", "shapes", "caches", "contestants")
+    for given, others in {
+        "model": (*measured, "source", "list", "plot", "html"),
+        "source": (*measured, "dtypes", "threads", "rounds", "quick", "list", "json"),
+    }.items():
+        for other in others:
+            if getattr(arguments, given) and getattr(arguments, other):
+                names = (f"--{'from' if name == 'source' else name}" for name in (given, other))
+                raise CannotRun(" and ".join(names) + " cannot be given together")
+    if arguments.model and torch.device(arguments.device).type != "cpu":
+        raise CannotRun("--model runs on the CPU: its stopwatch does not wait for other devices")
+    for name in ("prefill", "decode"):
+        if getattr(arguments, name) and not arguments.model:
+            raise CannotRun(f"--{name} is for --model")
 
 
 def needs(arguments: argparse.Namespace) -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,16 @@ from rmsnorm.cli.demo.model import LanguageModel, exact
 from rmsnorm.cli.demo.stopwatch import PHASES, Arrivals, Stopwatch
 
 BOTH = ("before", "after")
+
+
+class Swappable(Protocol):
+    """A model of transformers on either of two sets of norms, by name."""
+
+    model: Any
+    norms: dict[str, dict[str, Any]]
+
+    def use_norms(self, which: str) -> None:
+        """Use one of them, "before" or "after"."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +174,7 @@ def _change_one_bit(y: Tensor) -> Tensor:
 
 
 def measure_times(
-    language: LanguageModel, prompt: Tensor, tokens: int, rounds: int, step: Callable[[str], None]
+    language: Swappable, prompt: Tensor, tokens: int, rounds: int, step: Callable[[str], None]
 ) -> tuple[dict[str, dict[str, Times]], float]:
     """Time both sets of norms in turns, and return the times by phase and set, and one stopwatch reading's own cost."""
     overhead = Stopwatch.overhead()
@@ -190,7 +201,7 @@ def measure_times(
     return times, overhead
 
 
-def _generate(language: LanguageModel, prompt: Tensor, tokens: int) -> dict[str, float]:
+def _generate(language: Swappable, prompt: Tensor, tokens: int) -> dict[str, float]:
     """Generate one token more than `tokens`: the first ends the prefill, and the others are decoded one by one."""
     arrivals = Arrivals()
     language.model.generate(
