@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from rmsnorm import _timing
 from rmsnorm.cli import bench, main
-from rmsnorm.cli.bench import model, peers, table
+from rmsnorm.cli.bench import model, peers
 from rmsnorm.cli.bench.contestants import Norm, make_call
 from rmsnorm.cli.bench.judging import find_error
 from rmsnorm.cli.bench.measure import CONTESTANTS, Result
@@ -366,4 +366,4 @@ def test_eviction_writes_more_than_the_caches_hold():
     [(1.234e-6, "1.23 us"), (9.996e-6, "10.0 us"), (9.996e-4, "1.00 ms"), (0.214555, "215 ms"), (2.5, "2.50 s")],
 )
 def test_durations_have_three_digits(seconds, text):
-    assert table.duration(seconds) == text
+    assert _timing.duration(seconds) == text

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import rmsnorm
-from rmsnorm.cli import info, main
+from rmsnorm import _ops
+from rmsnorm.cli import compare, info, main
 
 
 def python(*arguments, **environment):
@@ -37,6 +38,9 @@ def test_runs_as_a_module():
         ["compare", "--shape", "0x64"],
         ["compare", "--dtype", "int8"],
         ["compare", "--rounds", "-1"],
+        ["compare", "--plot", "found.pdf"],
+        ["compare", "--plot", "nowhere/found.png"],
+        ["compare", "--device", "moon"],
         ["demo", "--rounds", "none"],
     ],
 )
@@ -65,6 +69,25 @@ def test_info_shows_versions_and_kernels(capsys):
         assert facts[name] in text
     assert facts["torch"] == torch.__version__
     assert facts["threads"] == torch.get_num_threads()
+    assert facts["processor"] in text
+    assert 1 <= facts["cores"] <= os.cpu_count()
+
+
+def test_info_names_what_is_missing_with_what_installs_it(monkeypatch, capsys):
+    monkeypatch.setattr(info, "version", lambda package: None if package == "plotly" else "1.2.3")
+    monkeypatch.setattr(_ops, "_status", _ops.Status(False, "no compiler was found"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for line in (
+        "CPU kernels   not compiled: no compiler was found",
+        'for bench     rich 1.2.3, matplotlib 1.2.3, plotly missing; try: pip install "rmsnorm[bench]"',
+        "for demo      transformers 1.2.3, accelerate 1.2.3, gguf 1.2.3",
+    ):
+        assert line in lines
+    assert any("OMP_NUM_THREADS=3" in line for line in lines)
+    reason = info.gpu_kernels_missing()
+    assert f"GPU kernels   {reason or 'Triton'}" in lines
 
 
 def test_compare_prints_a_table_or_json(capsys):
@@ -74,3 +97,19 @@ def test_compare_prints_a_table_or_json(capsys):
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["shape"], found["dtype"]) == ([8, 64], "bfloat16")
+    assert set(found["backward_times"]) == {"rmsnorm.rms_norm", "F.rms_norm", "F.layer_norm"}
+
+
+@pytest.mark.parametrize("name", ["found.svg", "found.png"])
+def test_compare_draws_a_picture(name, tmp_path, capsys):
+    path = tmp_path / name
+    assert main(["compare", "--shape", "8x64", "--rounds", "1", "--mean", "2", "--plot", str(path)]) == 0
+    assert path.read_bytes()[:5] == (b"<?xml" if name.endswith("svg") else b"\x89PNG\r")
+
+
+def test_the_outputs_part_as_the_mean_grows():
+    means, apart = compare.mean_effect(64, 3.0)
+    assert (means[0], means[-1]) == (0.0, 3.0)
+    # The mean of 64 numbers is not quite 0.
+    assert apart[0] < 0.15
+    assert apart[1:] == sorted(apart[1:])

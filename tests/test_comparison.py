@@ -16,6 +16,8 @@ def test_reports_what_was_compared(dtype):
     assert found.shape == (8, 64)
     assert found.dtype == str(dtype).removeprefix("torch.")
     assert list(found.times) == ["rmsnorm.rms_norm", "F.rms_norm", "F.layer_norm", "copy"]
+    assert list(found.backward_times) == ["rmsnorm.rms_norm", "F.rms_norm", "F.layer_norm"]
+    assert max(map(len, str(found).splitlines())) <= 80
 
 
 def test_outputs_differ_by_what_the_mean_does():
@@ -58,12 +60,17 @@ def test_claims_stand_beside_what_was_measured():
         operations={"RMSNorm": 4, "LayerNorm": 7},
         bytes_moved={"RMSNorm": 1, "LayerNorm": 1},
         times={name: Timing(seconds, seconds, seconds) for name, seconds in times.items()},
+        backward_times={name: Timing(1.0, 1.0, 1.0) for name in times if name != "copy"},
     )
-    operations, time = str(found).splitlines()[-2:]
+    lines = str(found).splitlines()
+    operations, ours, theirs = lines[-3:]
     assert operations.startswith('"30 % fewer operations"')
     assert "43%" in operations
-    assert time.startswith('"15-20 % faster"')
-    assert "rmsnorm.rms_norm takes 75% less time than F.layer_norm, F.rms_norm 300% more time" in time
+    assert ours.startswith('"15-20 % faster"')
+    assert "rmsnorm.rms_norm: 75% less time, backward 0% less" in ours
+    assert "F.rms_norm: 300% more time, backward 0% less" in theirs
+    forward = lines[lines.index("forward") + 1 : lines.index("backward")]
+    assert [line.count("#") for line in forward] == [1, 20, 5, 1]
 
 
 @pytest.mark.parametrize("options", [{"dim": 0}, {"rows": -1}, {"rounds": 0}, {"dtype": torch.int64}])
@@ -71,6 +78,12 @@ def test_refuses_what_cannot_be_compared(options):
     name, value = next(iter(options.items()))
     with pytest.raises(ValueError, match=rf"{name} must be .*, got {value}"):
         compare(**options)
+
+
+def test_every_round_is_announced():
+    rounds = []
+    compare(rounds=3, each_round=lambda: rounds.append(1))
+    assert len(rounds) == 2 * 3  # forward, backward
 
 
 def test_a_timing_of_one_sample_has_no_spread():

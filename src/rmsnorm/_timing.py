@@ -76,6 +76,14 @@ def race(
     return {name: Timing.of(times) for name, times in samples.items()}
 
 
+def duration(seconds: float) -> str:
+    """Return seconds as text, with three digits and a unit."""
+    units = ("s", 1.0), ("ms", 1e-3), ("us", 1e-6)
+    unit, size = next(((unit, size) for unit, size in units if seconds >= size * 0.9995), units[-1])
+    value = seconds / size
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
+
+
 def make_evict(device: torch.device) -> Call:
     """Return a function that fills the caches of a device with what nobody needs."""
     buffer = torch.zeros(2 * cache_size(device) // 4, dtype=torch.int32, device=device)

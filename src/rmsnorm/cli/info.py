@@ -1,9 +1,15 @@
 """Versions, kernels, instruction sets and threads: what to paste into a bug report."""
 
+from __future__ import annotations
+
 import argparse
+import importlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +18,11 @@ import torch
 
 import rmsnorm
 from rmsnorm import _ops
+
+# The optional extras that commands need.
+EXTRAS = ("bench", "demo")
+# What changes results' speed or the choice of kernels without a word.
+VARIABLES = ("RMSNORM_", "OMP_", "GOMP_", "KMP_", "MKL_NUM", "ATEN_", "CUDA_VISIBLE", "HIP_VISIBLE", "LD_PRELOAD")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +36,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, Any]:
-    status = asdict(_ops.status())
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return {
         "rmsnorm": rmsnorm.__version__,
@@ -33,13 +43,24 @@ def collect() -> dict[str, Any]:
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "platform": platform.platform(),
         "processor": processor(),
-        "kernels": status,
-        "RMSNORM_ISA": os.environ.get("RMSNORM_ISA"),
-        "threads": torch.get_num_threads(),
+        "kernels": asdict(_ops.status()),
+        "gpu_kernels_missing": gpu_kernels_missing(),
         "accelerator": f"{accelerator.type} ({torch.get_device_module(accelerator).get_device_name()})"
         if accelerator
         else None,
+        "threads": torch.get_num_threads(),
+        "cores": usable_cores(),
+        "extras": {extra: {package: version(package) for package in packages_of(extra)} for extra in EXTRAS},
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
+
+
+def gpu_kernels_missing() -> str | None:
+    """Return why tensors on a GPU are computed by plain PyTorch; None where they have kernels."""
+    if importlib.util.find_spec("rmsnorm.gpu") is None:
+        return "this version of rmsnorm has none"
+    reason: str | None = importlib.import_module("rmsnorm.gpu").missing()
+    return reason
 
 
 def processor() -> str:
@@ -52,16 +73,43 @@ def processor() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
+def usable_cores() -> int:
+    """Return how many cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def packages_of(extra: str) -> list[str]:
+    """Return what an optional extra of this package installs, as its metadata has it."""
+    declared = importlib.metadata.requires("rmsnorm") or []
+    lines = (line for line in declared if re.search(rf"""extra == ['"]{extra}['"]""", line))
+    names = (re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines)
+    return [name for name in names if name != "rmsnorm"]
+
+
+def version(package: str) -> str | None:
+    """Return an installed package's version, None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def format_facts(facts: dict[str, Any]) -> str:
-    kernels = facts["kernels"]
-    lines = {name: str(facts[name]) for name in ("rmsnorm", "torch", "python", "platform")}
+    kernels, environment = facts["kernels"], facts["environment"]
+    lines = [(name, str(facts[name])) for name in ("rmsnorm", "torch", "python", "platform", "processor")]
     if kernels["compiled"]:
-        chosen = "by RMSNORM_ISA" if facts["RMSNORM_ISA"] else "by this processor"
-        lines["kernels"] = "compiled"
-        lines["instructions"] = f"{kernels['isa']}, chosen {chosen} from {', '.join(kernels['isas'])}"
+        chosen = "by RMSNORM_ISA" if environment.get("RMSNORM_ISA") else "by this processor"
+        lines.append(("CPU kernels", "compiled"))
+        lines.append(("instructions", f"{kernels['isa']}, chosen {chosen} from {', '.join(kernels['isas'])}"))
     else:
-        lines["kernels"] = f"not compiled: {kernels['reason']}"
-        lines[""] = "Results are the same to the bit, by plain PyTorch, and slower."
-    lines["threads"] = str(facts["threads"])
-    lines["accelerator"] = facts["accelerator"] or "none"
-    return "\n".join(f"{name:<14}{value}" for name, value in lines.items())
+        lines.append(("CPU kernels", f"not compiled: {kernels['reason']}"))
+        lines.append(("", "Results are the same to the bit, by plain PyTorch, and slower."))
+    lines.append(("GPU kernels", facts["gpu_kernels_missing"] or "Triton"))
+    lines.append(("accelerator", facts["accelerator"] or "torch sees none"))
+    lines.append(("threads", f"{facts['threads']}, on {facts['cores']} cores that this process may use"))
+    for extra, packages in facts["extras"].items():
+        found = ", ".join(f"{name} {number or 'missing'}" for name, number in packages.items())
+        hint = "" if all(packages.values()) else f'; try: pip install "rmsnorm[{extra}]"'
+        lines.append((f"for {extra}", found + hint))
+    lines += [("environment" if i == 0 else "", f"{k}={v}") for i, (k, v) in enumerate(environment.items())]
+    return "\n".join(f"{name:<14}{value}".rstrip() for name, value in lines)

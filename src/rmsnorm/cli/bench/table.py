@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
+from rmsnorm._timing import duration
 from rmsnorm.cli.bench.measure import COPY, OURS, OURS_OUT, Result
 from rmsnorm.cli.bench.shapes import Shape
 
@@ -74,14 +75,6 @@ def absentees(results: Iterable[Result]) -> list[str]:
         suffix = "" if len(whats) == everywhere else f" ({', '.join(whats)})"
         names.setdefault(reason + suffix, []).append(name)
     return list(dict.fromkeys(wrong)) + [f"not timed: {', '.join(them)}: {why}" for why, them in names.items()]
-
-
-def duration(seconds: float) -> str:
-    """Return seconds with three digits and a unit."""
-    units = ("s", 1.0), ("ms", 1e-3), ("us", 1e-6)
-    unit, size = next(((unit, size) for unit, size in units if seconds >= size * 0.9995), units[-1])
-    value = seconds / size
-    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}"
 
 
 def _noisy(result: Result) -> bool:
