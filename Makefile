@@ -15,7 +15,7 @@ export RMSNORM_REQUIRE_KERNELS ?= 1
 
 CSRC := $(wildcard csrc/*)
 .DELETE_ON_ERROR:
-.PHONY: demo test check families sanitize bench wheel fix clean
+.PHONY: demo test check families sanitize bench results wheel fix clean
 
 demo: $(VENV)/.demo
 	$(BIN)/rmsnorm demo
@@ -39,6 +39,10 @@ sanitize: $(VENV)/.package
 
 bench: $(VENV)/.package
 	$(BIN)/rmsnorm bench
+
+# The README's tables and picture, from benchmarks/results.
+results: $(VENV)/.package
+	$(BIN)/python -m benchmarks.readme
 
 wheel: $(VENV)/.tools
 	$(PIP) wheel . --no-build-isolation --no-deps --wheel-dir dist

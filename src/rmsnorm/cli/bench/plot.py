@@ -45,7 +45,7 @@ def figure(results: Sequence[Result], *, transparent: bool = False) -> Any:
     columns = list(dict.fromkeys((r.case.dtype, r.cache) for r in timed))
     names = list(dict.fromkeys(r.contestant for r in timed))
     per_line = min(len(names), max(3, 3 * len(columns)))
-    legend = 0.3 + 0.22 * math.ceil(len(names) / per_line)
+    legend = 0.1 + 0.22 * math.ceil(len(names) / per_line)
     size = 4.0 * max(len(columns), 1.4), 2.9 * len(rows) + legend
     layout = ConstrainedLayoutEngine(rect=(0, legend / size[1], 1, 1 - legend / size[1]))
     drawn = Figure(figsize=size, layout=layout, facecolor="none" if transparent else "white")
@@ -92,12 +92,13 @@ def _panel(panel: Any, title: str, results: Sequence[Result], names: Sequence[st
     panel.set_xlim(-0.4, max(len(shapes) - 0.6, 0.4))
     for name in names:
         found = {r.case.shape: r for r in results if r.contestant == name and r.timing and r.gb_per_s}
+        if not found:
+            continue
         at = [i for i, shape in enumerate(shapes) if shape in found]
         _line(panel, at, [found[shapes[i]].gb_per_s for i in at], name, names)
-        for i in at:
-            r = found[shapes[i]]
-            low, high = (r.gb_per_s * r.timing.median / t for t in (r.timing.high, r.timing.low))  # type: ignore[union-attr,operator]
-            panel.plot([i, i], [low, high], color=COLORS.get(name, GREY), linewidth=3, alpha=0.3)
+        rates = [(found[shapes[i]].gb_per_s, found[shapes[i]].timing) for i in at]
+        spans = [(rate * t.median / t.high, rate * t.median / t.low) for rate, t in rates if rate and t]
+        panel.vlines(at, *zip(*spans, strict=True), color=COLORS.get(name, GREY), linewidth=3, alpha=0.3)
 
 
 def _line(panel: Any, x: Sequence[int], y: Sequence[Any], name: str, names: Sequence[str]) -> Any:
