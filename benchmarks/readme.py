@@ -32,8 +32,8 @@ def section() -> str:
     torch = about["torch"].partition("+")[0]
     picture = PICTURE.relative_to(ROOT).as_posix()
     lines = [
-        f"One thread, {about['processor']} ({about['isa']}), PyTorch {torch}; microseconds, medians of interleaved rounds. "
-        "`copy` is `out.copy_(x)`,",
+        f"One thread, {about['processor']} ({about['isa']}), PyTorch {torch}; microseconds, medians of interleaved "
+        "rounds. `copy` is `out.copy_(x)`,",
         "the least there can be; `rmsnorm` is the better of a fresh result and `out=`, as far as a contest has both.",
         "",
         f"![Bandwidth of each kernel against the size of the input]({picture})",
