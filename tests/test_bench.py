@@ -77,6 +77,7 @@ def last_row_forgotten(x, weight):
 
 FAULTS = {
     "eps outside the root": ("forward", lambda x, w: x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-2) * w),
+    "eps of another norm": ("forward", lambda x, w: F.rms_norm(x, x.shape[-1:], w, 10 * EPS)),
     "variance in 16 bits": ("forward", sixteen_bit_variance),
     "no weight": ("forward", lambda x, w: F.rms_norm(x, x.shape[-1:], None, EPS)),
     "weight of another norm": ("training", lambda x, w: F.rms_norm(x, x.shape[-1:], 1 + w, EPS)),
