@@ -48,7 +48,8 @@ def rms_norm(
 
     Args:
         x: (*, d), float32, bfloat16, float16 or float64, any strides. Computed in float32 (float64 for float64).
-        weight: (d,), or several trailing dimensions of x; any of those dtypes. None means 1.
+        weight: (d,), or several trailing dimensions of x; any of those dtypes. None means a gain of 1, and
+            no offset is added to it.
         eps: any finite number, or text that reads as one; None means finfo(computation dtype).eps.
         weight_offset: added to the weight in float32; 1.0 for families that store it as an offset from one (Gemma).
         rounding: where the value is rounded, and to what:
