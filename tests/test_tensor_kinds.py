@@ -72,6 +72,11 @@ def test_deterministic_mode_has_nothing_to_say():
         y, h = add_rms_norm(x, x.detach(), weight)
         (y + h).sum().backward()
         rms_norm(x.detach(), weight.detach(), out=torch.empty(300, 16))
+        (dx,) = torch.autograd.grad(rms_norm(x, weight).square().sum(), x, create_graph=True)
+        dx.square().sum().backward()
+        RMSNorm(16, memory_efficient=True)(x).sum().backward()
+        torch.func.vmap(torch.func.grad(lambda w, x: rms_norm(x, w).sum()), (None, 0))(weight.detach(), x.detach())
+        rms_norm(jagged(2, 5), torch.ones(8)).sum().backward()
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -155,6 +160,34 @@ def test_jagged_tensors_have_the_bits_of_their_parts():
     (gradient,) = torch.autograd.grad((rms_norm(x, weight) * 2).values().sum(), weight)
     (expected,) = torch.autograd.grad((rms_norm(x.values().detach(), weight) * 2).sum(), weight)
     same([gradient], [expected])
+
+
+def test_jagged_tensors_of_every_shape():
+    def parts_agree(x, weight):
+        torch.testing.assert_close(
+            list(rms_norm(x, weight).unbind()), [rms_norm(part.contiguous(), weight) for part in x.unbind()]
+        )
+
+    offsets = torch.tensor([0, 3, 7, 12])
+    several = torch.nested.nested_tensor([torch.randn(2, 4, 8), torch.randn(5, 4, 8)], layout=torch.jagged)
+    parts_agree(several, torch.randn(8))
+    parts_agree(several, torch.randn(4, 8))
+    parts_agree(several.transpose(1, 2), torch.randn(8))
+    with_gaps = torch.nested.nested_tensor_from_jagged(torch.randn(12, 8), offsets, lengths=torch.tensor([2, 4, 3]))
+    parts_agree(with_gaps, torch.randn(8))
+    # PyTorch's own mean over a ragged dimension is that of something else.
+    with pytest.raises(ValueError, match="the normalised dimensions must not be ragged, got x of shape"):
+        rms_norm(torch.nested.nested_tensor_from_jagged(torch.randn(2, 12), offsets, jagged_dim=2))
+
+
+def test_jagged_tensors_compile():
+    x, weight = jagged(2, 0, 5), torch.randn(8, requires_grad=True)
+    compiled = torch.compile(rms_norm, backend="aot_eager", fullgraph=True)
+    found, expected = (
+        (y.values(), *torch.autograd.grad(y.values().sum(), (x, weight)))
+        for y in (compiled(x, weight), rms_norm(x, weight))
+    )
+    same([found[0], found[1].values(), found[2]], [expected[0], expected[1].values(), expected[2]])
 
 
 def test_a_residual_of_another_raggedness_is_refused():
