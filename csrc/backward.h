@@ -137,11 +137,19 @@ void rebuild_rows(const Rebuild& f) {
             continue;
         }
         F32 rstd = set(f.rstd[r]);
+        Bits m = no_bits();
         for (int64_t i = 0; i < f.cols; i += N) {
             int64_t n = f.cols - i < N ? f.cols - i : N;
             F32 v = load(y + i, n);
+            if (sizeof(Y) == 4) m = max_bits(m, v);
             if (f.gain) v = div(v, load(f.gain + i, n));
             store(x + i, div(v, rstd), n);
+        }
+        // A y of our own has no NaN with low fraction bits, but this one is given: see scale_row.
+        if constexpr (sizeof(Y) == 4) {
+            if (bits_of(largest(m, float{})) > 0x7f800000)
+                for (int64_t i = 0; i < f.cols; ++i)
+                    if (y[i] != y[i]) set_nan(x[i]);
         }
     }
 }

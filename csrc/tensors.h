@@ -9,6 +9,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <exception>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -58,6 +59,13 @@ ScalarType scalar_type(Dtype dtype) {
                                   : ScalarType::Half;
 }
 
+// PyTorch's own message stays on its side of the Stable ABI of 2.10.
+[[noreturn]] void no_memory(int64_t dim, const int64_t* sizes, ScalarType type) {
+    double mib = (type == ScalarType::Float ? 4.0 : 2.0) / (1 << 20);
+    for (int64_t d = 0; d < dim; ++d) mib *= static_cast<double>(sizes[d]);
+    STD_TORCH_CHECK(false, "cannot allocate memory: ", static_cast<int64_t>(mib), " MiB");
+}
+
 // What the operators ask of a tensor, asked once. Its columns are adjacent: others are copied.
 struct View {
     Tensor tensor;
@@ -71,7 +79,11 @@ struct View {
         look();
         STD_TORCH_CHECK(dim > 0 && cols() > 0, "expected at least one dimension, the last not empty");
         if (cols() != 1 && strides[dim - 1] != 1) {
-            tensor = torch::stable::contiguous(tensor);
+            try {
+                tensor = torch::stable::contiguous(tensor);
+            } catch (const std::exception&) {
+                no_memory(dim, sizes, tensor.scalar_type());
+            }
             copied = true;
             look();
         }
@@ -117,8 +129,9 @@ struct View {
 
 Tensor empty(int64_t dim, const int64_t* sizes, const int64_t* strides, ScalarType type) {
     AtenTensorHandle handle;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, sizes, strides, static_cast<int32_t>(type),
-                                                           aoti_torch_device_type_cpu(), 0, &handle));
+    const int32_t failed = aoti_torch_empty_strided(dim, sizes, strides, static_cast<int32_t>(type),
+                                                    aoti_torch_device_type_cpu(), 0, &handle);
+    if (failed) no_memory(dim, sizes, type);
     return Tensor(handle);
 }
 

@@ -58,11 +58,23 @@ def on_mesh(mesh, placements, weight_placements, x, residual, weight, dy, dh, fr
     return found, {str(op).rsplit(".", 1)[-1].rstrip(">'"): n for op, n in traffic.get_comm_counts().items() if n}
 
 
-def dweight_bound(x, dy):
-    # Two orders of summing n float32 numbers: each is off by n roundings of the sum of magnitudes at most.
+def additions(rows):
+    """How many a term of dweight goes through at most: those in its block, and those of blocks."""
+    length = reference.rows_per_block(rows)
+    return min(rows, length) + (rows + length - 1) // length
+
+
+def dweight_bound(x, dy, dtype=torch.float32, ranks=RANKS):
+    # One process and the ranks add the same float32 terms, rank by rank first. Each addition rounds, by 2^-24 of the
+    # sum of magnitudes at most; powers of that are below a hundredth of it. Both results are rounded to `dtype` once.
     rows = x.numel() // x.shape[-1]
-    x_hat = rms_norm(x.double())
-    return 2 * rows * 2.0**-24 * (x_hat * dy.double()).abs().reshape(rows, -1).sum(0)
+    terms = rms_norm(x.double()) * dy.double()
+    roundings = additions(rows) + additions(-(-rows // ranks)) + ranks
+    bound = 1.01 * roundings * 2.0**-24 * terms.abs().reshape(rows, -1).sum(0)
+    if dtype == torch.float32:
+        return bound
+    # Half a unit in the last place each.
+    return bound + torch.finfo(dtype).eps * (terms.reshape(rows, -1).sum(0).abs() + bound)
 
 
 # ---------------------------------------------------------------- rows in pieces
@@ -145,6 +157,18 @@ def batch_and_sequence_sharding_communicate_dweight_alone():
         found, traffic = on_mesh(mesh, [Shard(dim)], [Replicate()], *given, frozen=True)
         assert traffic == {}, traffic
         same(found, one_process(*given, frozen=True))
+
+
+def dweight_of_a_16_bit_weight_is_rounded_once():
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for dtype in (torch.bfloat16, torch.float16):
+        given = tensors((16, 4, 64), dtype, dtype)
+        found, traffic = on_mesh(mesh, [Shard(0)], [Replicate()], *given)
+        assert traffic == {"all_reduce": 1}, traffic
+        dweight, expected = found[-1].full_tensor(), one_process(*given)[-1]
+        assert dweight.dtype == dtype
+        x, residual, _, dy, _ = given
+        assert ((dweight.double() - expected.double()).abs() <= dweight_bound(x + residual, dy, dtype)).all()
 
 
 def fewer_rows_than_ranks():
@@ -274,7 +298,7 @@ CHECKS = {
     if callable(function)
     and getattr(function, "__module__", None) == __name__
     and not isinstance(function, type)
-    and name not in ("same", "tensors", "run", "one_process", "on_mesh", "dweight_bound", "seeded")
+    and name not in ("same", "tensors", "run", "one_process", "on_mesh", "additions", "dweight_bound", "seeded")
 }
 
 

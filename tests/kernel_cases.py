@@ -13,6 +13,7 @@ from tests import sharp_cases
 from tests.kernel_calls import (
     ADD,
     NORMALIZE,
+    REBUILD,
     Case,
     add_case,
     backward_case,
@@ -21,7 +22,7 @@ from tests.kernel_calls import (
     plain_weight,
     rebuild_case,
 )
-from tests.rows import DTYPES, ROWS, WIDTHS, all_rows, finite_rows, generator, random_rows, special_weight
+from tests.rows import DTYPES, ROWS, WIDTHS, all_rows, finite_rows, from_bits, generator, random_rows, special_weight
 
 ROUNDINGS = range(len(reference.ROUNDINGS))
 WEIGHTS = (None, *DTYPES)
@@ -131,6 +132,13 @@ def rebuilding_x():
             dh = random_rows(len(x), width, x_dtype, 1) if rounding == 1 else None
             yield rebuild_case("rebuild", x, weight, float(width % 2), rounding, dh=dh)
         yield rebuild_case("any values", all_rows(width, x_dtype, seed=width + 8), weight)
+    # NaNs that carry into the sign when they are rounded: no forward makes such a y, but the operator takes any.
+    dy, y, rstd = random_rows(5, 33, SINGLE, 1), random_rows(5, 33, SINGLE, 2), torch.ones(5, 1)
+    y[1, 3], y[3, 32] = from_bits(torch.tensor([0x7FFFFFFF, -1]), SINGLE)
+    for x_dtype in DTYPES:
+        rebuilt = reference.rebuild(y, rstd, None, 0.0, x_dtype)
+        expected = reference.backward(dy, rebuilt, rstd, None, 0.0)
+        yield Case("rebuild from NaNs", REBUILD, (dy, y, rstd, None, 0.0, None, x_dtype), expected)
 
 
 def layouts():

@@ -616,7 +616,7 @@ def test_meta_tensors_have_shapes_and_no_data():
 
 
 def test_what_does_not_fit_into_memory_is_an_error_and_not_a_crash():
-    with pytest.raises(RuntimeError, match=r"allocate memory|API call failed"):
+    with pytest.raises(RuntimeError, match=r"allocate memory: (1073741824 MiB|you tried)"):
         rms_norm(torch.ones(1, 1).expand(2**45, 8))
 
 

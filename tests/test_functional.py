@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from rmsnorm import add_rms_norm, reference, rms_norm
+from rmsnorm import RMSNorm, add_rms_norm, reference, rms_norm
 from rmsnorm._ops import status
 from tests.bits import difference
 from tests.expected import DTYPES, exact, gradients, normalized, tensor, within, y_bound
@@ -256,6 +256,15 @@ def test_zero_weight_with_offset_one_is_a_gain_of_one():
         x, zero = tensor(4, 64, dtype=dtype), torch.zeros(64, dtype=dtype)
         same(rms_norm(x, zero, weight_offset=1.0), rms_norm(x))
         assert torch.equal(rms_norm(x, zero), torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_without_a_weight_there_is_nothing_to_add_an_offset_to(rounding):
+    for dtype in DTYPES:
+        x = tensor(4, 64, dtype=dtype)
+        same(rms_norm(x, weight_offset=1.0, rounding=rounding), rms_norm(x))
+        module = RMSNorm(64, elementwise_affine=False, weight_offset=1.0, rounding=rounding)
+        same(module(x), rms_norm(x))
 
 
 # ---------------------------------------------------------------- values

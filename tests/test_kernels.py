@@ -81,8 +81,7 @@ def test_an_unknown_instruction_set_is_an_error_that_names_those_allowed(name):
     process = run_with_isa(name, "-c", "import rmsnorm")
     assert process.returncode == 1
     message = process.stderr.strip().splitlines()[-1]
-    assert message.startswith("ValueError: ")
-    assert f"RMSNORM_ISA={name} is not an instruction set of this machine" in message
+    assert message.startswith(f"ValueError: RMSNORM_ISA={name} is not an instruction set of this machine")
     assert message.endswith("choose from " + ",".join(ISAS))
 
 

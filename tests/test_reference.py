@@ -44,6 +44,13 @@ def test_y_with_an_offset_adds_the_rounding_of_the_gain(dtype):
     assert max(errors) <= exact.error_bound(row, dtype, offset=True)
 
 
+def test_zeros_of_y_have_the_sign_of_x_times_that_of_the_weight():
+    # An offset of 0 is not added: that would make a weight of -0 one of +0. Any other offset is.
+    x, weight = torch.tensor([1.0, -1.0, 1.0, -1.0]), torch.tensor([0.0, 0.0, -0.0, -0.0])
+    assert forward(x, weight)[0].signbit().tolist() == [False, True, True, False]
+    assert forward(x, weight, offset=1.0)[0].signbit().tolist() == [False, True, False, True]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_kind_of_finite_row_keeps_the_bound(width, dtype):

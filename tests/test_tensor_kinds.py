@@ -1,5 +1,6 @@
 """Autocast, scaled gradients, default dtypes, deterministic mode; nested, meta and fake tensors, subclasses."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from rmsnorm import RMSNorm, add_rms_norm, rms_norm
+from rmsnorm._ops import status
 from tests.bits import difference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,8 +72,72 @@ def test_deterministic_mode_has_nothing_to_say():
         y, h = add_rms_norm(x, x.detach(), weight)
         (y + h).sum().backward()
         rms_norm(x.detach(), weight.detach(), out=torch.empty(300, 16))
+        (dx,) = torch.autograd.grad(rms_norm(x, weight).square().sum(), x, create_graph=True)
+        dx.square().sum().backward()
+        RMSNorm(16, memory_efficient=True)(x).sum().backward()
+        torch.func.vmap(torch.func.grad(lambda w, x: rms_norm(x, w).sum()), (None, 0))(weight.detach(), x.detach())
+        rms_norm(jagged(2, 5), torch.ones(8)).sum().backward()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def flushing():
+    """A context manager: inside, this thread takes subnormal numbers for zero."""
+
+    @contextlib.contextmanager
+    def flush():
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this processor cannot flush subnormals")
+        try:
+            yield
+        finally:
+            torch.set_flush_denormal(False)
+
+    return flush
+
+
+def of_subnormals(dtype):
+    """x, weight and dy with subnormal numbers among them, and a row of nothing else."""
+    tiny = torch.finfo(dtype).smallest_normal / 4
+    x, weight, dy = torch.randn(5, 64).to(dtype), torch.randn(64).to(dtype), torch.randn(5, 64).to(dtype)
+    x[1] *= tiny
+    x[2, 3] = weight[5] = dy[2, 7] = tiny
+    return x, weight, dy
+
+
+def everything(x, weight, dy):
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    y, h = add_rms_norm(x, torch.zeros_like(x), weight, 1e-30)
+    plain = rms_norm(x, weight, 1e-30)
+    # Apart from each other: their sum would be PyTorch's.
+    return (
+        *(y, h, plain),
+        *torch.autograd.grad((y, h), (x, weight), (dy, dy)),
+        *torch.autograd.grad(plain, (x, weight), dy),
+    )
+
+
+@pytest.mark.skipif(not status().compiled, reason="the reference is plain PyTorch, which flushes")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_flushing_subnormals_changes_no_bit_of_the_kernels(dtype, flushing):
+    given = of_subnormals(dtype)
+    expected = everything(*given)
+    assert (expected[0][1] != 0).any()  # the row of subnormals
+    with flushing():
+        found = everything(*given)
+        # It is still in force for what comes after.
+        assert (torch.tensor(1e-40) * 1).item() == 0
+    same(found, expected)
+
+
+def test_flushing_subnormals_makes_them_zero_in_what_plain_pytorch_computes(flushing):
+    x, weight, dy = of_subnormals(torch.float64)
+    flushed = [torch.where(t.abs() < torch.finfo(t.dtype).smallest_normal, t * 0, t) for t in (x, weight, dy)]
+    expected = everything(*flushed)
+    with flushing():
+        found = everything(x, weight, dy)
+    same(found, expected)
 
 
 # ---------------------------------------------------------------- kinds of tensors
@@ -94,6 +160,34 @@ def test_jagged_tensors_have_the_bits_of_their_parts():
     (gradient,) = torch.autograd.grad((rms_norm(x, weight) * 2).values().sum(), weight)
     (expected,) = torch.autograd.grad((rms_norm(x.values().detach(), weight) * 2).sum(), weight)
     same([gradient], [expected])
+
+
+def test_jagged_tensors_of_every_shape():
+    def parts_agree(x, weight):
+        torch.testing.assert_close(
+            list(rms_norm(x, weight).unbind()), [rms_norm(part.contiguous(), weight) for part in x.unbind()]
+        )
+
+    offsets = torch.tensor([0, 3, 7, 12])
+    several = torch.nested.nested_tensor([torch.randn(2, 4, 8), torch.randn(5, 4, 8)], layout=torch.jagged)
+    parts_agree(several, torch.randn(8))
+    parts_agree(several, torch.randn(4, 8))
+    parts_agree(several.transpose(1, 2), torch.randn(8))
+    with_gaps = torch.nested.nested_tensor_from_jagged(torch.randn(12, 8), offsets, lengths=torch.tensor([2, 4, 3]))
+    parts_agree(with_gaps, torch.randn(8))
+    # PyTorch's own mean over a ragged dimension is that of something else.
+    with pytest.raises(ValueError, match="the normalised dimensions must not be ragged, got x of shape"):
+        rms_norm(torch.nested.nested_tensor_from_jagged(torch.randn(2, 12), offsets, jagged_dim=2))
+
+
+def test_jagged_tensors_compile():
+    x, weight = jagged(2, 0, 5), torch.randn(8, requires_grad=True)
+    compiled = torch.compile(rms_norm, backend="aot_eager", fullgraph=True)
+    found, expected = (
+        (y.values(), *torch.autograd.grad(y.values().sum(), (x, weight)))
+        for y in (compiled(x, weight), rms_norm(x, weight))
+    )
+    same([found[0], found[1].values(), found[2]], [expected[0], expected[1].values(), expected[2]])
 
 
 def test_a_residual_of_another_raggedness_is_refused():

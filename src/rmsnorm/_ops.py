@@ -57,8 +57,8 @@ def _load() -> Status:
         return Status(False, f"the library does not load into torch {torch.__version__}: {error}".splitlines()[0])
     try:
         return Status(True, None, torch.ops.rmsnorm.isa(), torch.ops.rmsnorm.isas().split(","))
-    except RuntimeError as error:
-        raise ValueError(str(error).splitlines()[0]) from None
+    except RuntimeError as error:  # its message begins with a place in csrc
+        raise ValueError("RMSNORM_ISA=" + str(error).splitlines()[0].partition("RMSNORM_ISA=")[2]) from None
 
 
 # ---------------------------------------------------------------- the reference, with the operators' signatures

@@ -113,6 +113,9 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx and dweight: from the kernel, in a way that can be differentiated again where that is wanted."""
     again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    given: Any = weight
+    if weight is not None and type(weight).__name__ == "DTensor":
+        weight = weight.float()  # so that dweight, a partial sum on each rank, is rounded once, when it is reduced
     # The computation's dtype is rstd's: x may be y, which has another.
     if forward_ad._current_level >= 0 or (
         (again or rstd.dtype == torch.float64) and (_is_batched(dy) or _is_batched(dh))
@@ -124,6 +127,10 @@ def gradients(
         dx, dweight = Backward.apply(dy, dh, x, weight, rstd, eps, weight_offset, need_dx, need_dweight)
     else:
         dx, dweight = operators(rstd).backward(dy, x, rstd, weight, weight_offset, dh, rebuilt, need_dx, need_dweight)
+    if need_dweight and type(dweight).__name__ == "DTensor":
+        # A partial sum in weight.grad would be reduced by every operation of the optimizer: three times by AdamW.
+        partial: Any = dweight
+        dweight = partial.redistribute(placements=given.placements).to(given.dtype)
     return dx if need_dx else None, dweight if need_dweight else None
 
 

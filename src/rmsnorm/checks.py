@@ -115,6 +115,8 @@ def check_inputs(x: Tensor, weight: Tensor | None, normalized_shape: int | Seque
         )
     if 0 in shape:
         raise ValueError(f"the normalised dimensions must not be empty, got x of shape {tuple(x.shape)}")
+    if x.is_nested and x._ragged_idx >= x.dim() - len(shape):  # type: ignore[attr-defined]
+        raise ValueError(f"the normalised dimensions must not be ragged, got x of shape {tuple(x.shape)}")
     if weight is not None and weight.device != x.device:
         raise ValueError(f"weight must be on x's device {x.device}, got {weight.device}")
     return len(shape)

@@ -1,21 +1,19 @@
-"""The public functions: checks, shapes, and which way a call takes.
+"""The public functions: checks and shapes.
 
-A call that needs no gradient goes straight to the operator, which refuses what it must not touch; why is found out
-afterwards. One that needs a gradient goes through an `autograd.Function`; functorch and DTensor have theirs. What
-operators do not know (forward-mode differentiation, export, other subclasses) gets the formula in ordinary operations.
+A plain call goes straight to the operator, or to the `autograd.Function` around it where a gradient is needed; the
+operator refuses what it must not touch, and why is found out afterwards. Every other call is checked first, and takes
+the way that routing.py finds for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nested import nested_tensor_from_jagged
 
-from rmsnorm import autograd, checks, formula, gating, reference, transforms
-from rmsnorm._ops import direct, operators
+from rmsnorm import autograd, checks, gating, reference, routing, transforms
+from rmsnorm._ops import direct
 
 _CODES = {name: index for index, name in enumerate(reference.ROUNDINGS)}
 _forward, _forward_out = direct.forward, direct.forward_out
@@ -27,20 +25,6 @@ _forward_mode = torch.autograd.forward_ad
 _grad_enabled = torch.is_grad_enabled
 _count_change = torch.autograd.graph.increment_version  # the operator does not: see autograd's check of what it saved
 _FLOAT64 = torch.float64
-_compile_as = "kernels"
-
-
-def compile_as(way: str) -> None:
-    """What `torch.compile` makes of a norm from now on (docs/compile.md).
-
-    Args:
-        way: "kernels" (default), which have the bits of eager code; or "formula", which the compiler fuses with its
-            neighbours, and whose bits depend on them.
-    """
-    global _compile_as
-    if way not in ("kernels", "formula"):
-        raise ValueError(f"way must be 'kernels' or 'formula', got {way!r}")
-    _compile_as = way
 
 
 def rms_norm(
@@ -64,7 +48,8 @@ def rms_norm(
 
     Args:
         x: (*, d), float32, bfloat16, float16 or float64, any strides. Computed in float32 (float64 for float64).
-        weight: (d,), or several trailing dimensions of x; any of those dtypes. None means 1.
+        weight: (d,), or several trailing dimensions of x; any of those dtypes. None means a gain of 1, and
+            no offset is added to it.
         eps: any finite number, or text that reads as one; None means finfo(computation dtype).eps.
         weight_offset: added to the weight in float32; 1.0 for families that store it as an offset from one (Gemma).
         rounding: where the value is rounded, and to what:
@@ -185,83 +170,10 @@ def normalize(
         x = x.flatten(-dims)
         residual = None if residual is None else residual.flatten(-dims)
         weight = None if weight is None else weight.flatten()
-    y, h = _normalize_rows(x, residual, weight, eps, weight_offset, code, memory_efficient)
+    y, h = routing.normalize_rows(x, residual, weight, eps, weight_offset, code, memory_efficient)
     if dims > 1:
         y, h = y.reshape(shape), None if h is None else h.reshape(shape)
     return y, h
-
-
-def _normalize_rows(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    code: int,
-    memory_efficient: bool,
-) -> tuple[Tensor, Tensor | None]:
-    rounding = reference.ROUNDINGS[code]
-    h: Tensor | None = None
-    transforming = _functorch_active()
-    if any(type(t).__name__ == "DTensor" for t in (x, residual, weight)) and x.dtype != torch.float64:
-        from rmsnorm import sharding  # not before it is needed: it takes seconds to import
-
-        return sharding.normalize(x, residual, weight, eps, weight_offset, code)  # type: ignore[arg-type]
-    if x.is_nested and isinstance(x.shape[-1], int) and x.lengths() is None:  # type: ignore[attr-defined]
-        return _normalize_jagged(x, residual, weight, eps, weight_offset, code)
-    if _needs_plain_operations(x, residual, weight, transforming):
-        if residual is not None:
-            x = h = x + residual
-        return formula.forward(x, weight, eps, weight_offset, rounding), h
-
-    result = reference.result_dtype(x, weight, rounding)
-    if weight is not None and weight.dtype == torch.float64 != x.dtype:
-        weight = weight.float()
-    options = (eps, weight_offset, code)
-    wanted = _grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual, weight))
-    if transforming:
-        if residual is not None:
-            y, h, _ = transforms.AddRMSNorm.apply(x, residual, weight, *options)
-        else:
-            y, _ = transforms.RMSNorm.apply(x, weight, *options)
-    elif residual is not None:
-        if wanted:
-            if _compiling() and residual is x:
-                residual = x.view_as(x)  # the compiler takes no tensor twice
-            y, h = autograd.AddRMSNorm.apply(x, residual, weight, *options)
-        else:
-            y, h, _ = operators(x).add_forward(x, residual, weight, *options)
-    elif wanted:
-        y = autograd.RMSNorm.apply(x, weight, *options, memory_efficient)
-    else:
-        y = operators(x).forward(x, weight, *options)
-    return y if y.dtype == result else y.to(result), h
-
-
-def _normalize_jagged(
-    x: Any, residual: Tensor | None, weight: Tensor | None, eps: float, weight_offset: float, code: int
-) -> tuple[Tensor, Tensor | None]:
-    """The rows of a jagged tensor lie in one dense tensor, which is normalised as any other."""
-    dense = None if residual is None else residual.values()
-    y, h = _normalize_rows(x.values(), dense, weight, eps, weight_offset, code, False)
-
-    def jagged(t: Tensor) -> Tensor:
-        return nested_tensor_from_jagged(t, x.offsets(), jagged_dim=x._ragged_idx)
-
-    return jagged(y), None if h is None else jagged(h)
-
-
-def _needs_plain_operations(x: Tensor, residual: Tensor | None, weight: Tensor | None, transforming: bool) -> bool:
-    """Whether only operations that PyTorch itself knows will do."""
-    compiling = torch.compiler.is_compiling()
-    if torch.compiler.is_exporting() or _forward_mode._current_level >= 0:
-        return True
-    # The compiler would unroll the reference's sums, and traces no `autograd.Function` under functorch.
-    if compiling and (_compile_as == "formula" or transforming or x.dtype == torch.float64):
-        return True
-    if transforming and not transforms.only_reverse_mode_and_vmap():
-        return True
-    return any(transforms.dispatches_itself(t) for t in (x, residual, weight) if t is not None)
 
 
 def _write_out(

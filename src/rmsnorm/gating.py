@@ -34,7 +34,7 @@ def gated_rms_norm(
     Args:
         x: (*, d), float32, bfloat16, float16 or float64. Computed in float32 (float64 for float64), the gate included.
         gate: of x's shape and dtype.
-        weight: (d,) in any of those dtypes. None means 1.
+        weight: (d,) in any of those dtypes. None means a gain of 1, and no offset is added.
         eps: any finite number, or text that reads as one; None means finfo(computation dtype).eps.
         activation: "silu" (Mamba 2, Qwen3-Next) or "sigmoid" (Kimi-Linear).
         norm_before_gate: False for Mamba 2 and its kin, whose gate is inside the norm.

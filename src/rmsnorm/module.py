@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
     Args:
         dim: the trailing dimension to normalise over, or a shape of several.
         eps: a positive number, or text that reads as one; None means finfo(computation dtype).eps.
-        elementwise_affine: whether there is a weight.
+        elementwise_affine: whether there is a weight; without one the gain is 1, and no offset is added to it.
         weight_offset: added to the weight. With 1.0 the weight starts at zeros and means an offset from one (Gemma).
         rounding: "once", "before_scale" (Llama, Qwen) or "weight_dtype" (T5); see `rms_norm`.
         group_size: how many consecutive elements share their statistics; it divides dim. None means all of them.

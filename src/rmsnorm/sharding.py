@@ -34,27 +34,10 @@ def normalize(
     options = (eps, weight_offset, code)
     if any(p.is_shard(x.dim() - 1) for p in x.placements):
         return _normalize_pieces(x, residual, weight, *options)
-    weight = None if weight is None else ReduceGradient.apply(weight)
     # Always through autograd: what needs no gradient saves nothing.
     if residual is not None:
         return autograd.AddRMSNorm.apply(x, residual, weight, *options)  # type: ignore[no-any-return]
     return autograd.RMSNorm.apply(x, weight, *options, False), None
-
-
-class ReduceGradient(torch.autograd.Function):
-    """The weight. Its gradient leaves the backward as whole as the weight is.
-
-    A partial sum would be reduced by every operation of the optimizer anew: three times by AdamW.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weight: DTensor) -> Tensor:
-        ctx.placements = weight.placements
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, dweight: DTensor) -> DTensor:
-        return dweight.redistribute(placements=ctx.placements)
 
 
 # ---------------------------------------------------------------- whole rows on each rank

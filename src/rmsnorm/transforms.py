@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm import autograd
+from rmsnorm import autograd, formula
 from rmsnorm._ops import operators
 
 _KNOWN = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Vmap)
@@ -22,7 +22,7 @@ def in_force() -> bool:
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
-        or torch.compiler.is_exporting()
+        or formula.exporting()
     )
 
 
