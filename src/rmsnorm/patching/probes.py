@@ -54,6 +54,8 @@ def find_form(specimen: Specimen) -> Convention:
             else:
                 if found is not None:
                     return found
+    if best is None or not best.normalises:
+        best = _of_other_dimensions(specimen, tensors) or best
     raise best or NotRMSNorm("nothing in it has the size of a row")
 
 
@@ -81,6 +83,25 @@ def _probe(shape: tuple[int, ...], generator: torch.Generator, device: torch.dev
     x *= torch.empty(2, 3, *shape).uniform_(generator=generator).round() * 2 - 1
     scale = torch.arange(1.0, 7.0).view(2, 3, *(1 for _ in shape))
     return (x * scale).to(device)
+
+
+def _of_other_dimensions(specimen: Specimen, tensors: dict[str, Tensor]) -> NotRMSNorm | None:
+    """What a module normalises whose tensors lie across other dimensions than the last: the channels of images."""
+    for name, t in tensors.items():
+        sizes = tuple(t.shape)
+        for shape in [(*sizes, *[1] * more) for more in (1, 2, 3)] if len(sizes) == 1 else [sizes]:
+            generator = torch.Generator().manual_seed(5)
+            x = torch.randn(2, *(size if size > 1 else 3 for size in shape), generator=generator).to(specimen.device)
+            try:
+                y, louder = (specimen.run(u, tensors=tensors) for u in (x, x * 4))
+            except NotRMSNorm:
+                continue
+            if _close(louder, y, 1e-2) and not _close(y, x, 1e-2):
+                across = "x".join(map(str, shape))
+                if shape[-1] > 1:
+                    return NotRMSNorm(f"its {name} of {across} differs between rows", True)
+                return NotRMSNorm("the channels that it normalises are not its input's last dimension", True)
+    return None
 
 
 def _gated(specimen: Specimen, x: Tensor, shape: tuple[int, ...], tensors: dict[str, Tensor]) -> Convention | None:
@@ -250,10 +271,12 @@ def _diagnose(run: Callable[[Tensor], Tensor], x: Tensor) -> NotRMSNorm:
         return NotRMSNorm("it does not normalise")
     if _close(run(x + 4), y, 1e-2):
         return NotRMSNorm("it subtracts the mean: a LayerNorm", True)
-    if not _close(run(-x), -y, 1e-2):
-        return NotRMSNorm("it adds something, a bias", True)
-    alone = run(x[:1].repeat_interleave(2, 0))[:1]
-    if not _close(alone, y[:1], 1e-2):
+    added = run(-x) + y
+    if float(added.abs().max()) > 1e-2 * float(y.abs().max()):
+        constant = _close(added, added[:1, :1].expand_as(added), 1e-2)
+        return NotRMSNorm(f"it {'adds something, a bias' if constant else 'does more than scale: an activation'}", True)
+    alone = run(x[:1, :1].expand_as(x).contiguous())[0, 0]
+    if not _close(alone, y[0, 0], 1e-2):
         return NotRMSNorm("its statistics are taken over other dimensions than the last", True)
     return NotRMSNorm("its statistics are not the root mean square of its input", True)
 

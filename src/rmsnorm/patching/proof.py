@@ -27,6 +27,8 @@ THEIR_ROUNDINGS = 12.0
 # docs/numerics.md: three roundings of float32 and the last one; where a rounding comes before the weight, one more.
 # Gates add two products and the activation's own two.
 OUR_ROUNDINGS, OUR_GATED_ROUNDINGS = 4.0, 8.0
+# Errors of one rounding are 1/4 unit in the mean, of two they are 1/3: 4/3 times as many, or 1 if they round alike.
+ONE_MORE_ROUNDING = 7 / 6
 # Of float32, for gradients: sums over the row and the rows, whose terms partly cancel.
 GRADIENT_TOLERANCE = 1e-4
 # Magnitudes of the rows. float32 alone shows eps at work; 16-bit squares of such rows would underflow,
@@ -156,6 +158,8 @@ def _judge(convention: Convention, sample: dict[str, Tensor], theirs: Tensor) ->
         roundings(theirs, correct, precision),
         roundings(ours, correct, precision),
     )
+    if precision != torch.float32 and _mean_error(ours, correct) > ONE_MORE_ROUNDING * _mean_error(theirs, correct):
+        return NotRMSNorm(f"for {where} it rounds less often than its replacement would", True)
     bound = OUR_ROUNDINGS if convention.activation is None else OUR_GATED_ROUNDINGS
     if evidence.ours <= max(evidence.theirs, bound) and (evidence.apart <= 1 or evidence.theirs <= THEIR_ROUNDINGS):
         return evidence
@@ -202,6 +206,10 @@ def roundings(y: Tensor, correct: Tensor, precision: torch.dtype) -> float:
     """The largest relative error, in half units of a precision; subnormal results have less of it."""
     size = correct.abs().clamp_min(torch.finfo(y.dtype).smallest_normal)
     return float(((y.double() - correct).abs() / (size * torch.finfo(precision).eps / 2)).max())
+
+
+def _mean_error(y: Tensor, correct: Tensor) -> float:
+    return float(((y.double() - correct).abs() / correct.abs().clamp_min(torch.finfo(y.dtype).smallest_normal)).mean())
 
 
 def units_apart(a: Tensor, b: Tensor, precision: torch.dtype) -> int:
