@@ -12,7 +12,7 @@ from rmsnorm.module import RMSNorm
 from rmsnorm.patching.convention import Convention
 from rmsnorm.patching.probes import LARGEST_MATRIX, find_form
 from rmsnorm.patching.proof import prove
-from rmsnorm.patching.specimen import NotRMSNorm, Specimen
+from rmsnorm.patching.specimen import NotRMSNorm, Specimen, undisturbed
 
 
 def identify(module: nn.Module) -> Convention | None:
@@ -52,7 +52,8 @@ def examine(module: nn.Module) -> Convention:
     for name, t in specimen.tensors.items():
         if t.numel() > LARGEST_MATRIX and sum(size > 1 for size in t.shape) > 1:
             raise NotRMSNorm(f"its {name} is a matrix")
-    return prove(specimen, find_form(specimen))
+    with undisturbed():
+        return prove(specimen, find_form(specimen))
 
 
 def signature(module: nn.Module) -> Hashable:

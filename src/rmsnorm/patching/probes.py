@@ -25,7 +25,7 @@ LARGEST_MATRIX = 2**16
 # Below, no row of data shows how eps enters.
 SMALLEST_EPS = 1e-16
 _CLOSE = 1e-4
-_LARGE, _TINY = 2.0**10, 1e-15
+_LARGE, _TINY = 2.0**30, 1e-15
 _WIDTHS_WITHOUT_WEIGHT = (64, 48)
 _NAMES_OF_WIDTHS = ("hidden_size", "dim", "normalized_shape", "size", "d", "n_embd", "features", "d_model")
 
@@ -53,7 +53,11 @@ def find_form(specimen: Specimen) -> Convention:
                     best = reason
             else:
                 if found is not None:
+                    _check_constants(specimen, found, x, tensors)
                     return found
+    for name, t in specimen.constants.items():
+        if best is not None and best.normalises and t.numel() > 1 and _depends(specimen, name, (x,), tensors):
+            best = _unexpected(specimen, name)
     if best is None or not best.normalises:
         best = _of_other_dimensions(specimen, tensors) or best
     raise best or NotRMSNorm("nothing in it has the size of a row")
@@ -83,6 +87,38 @@ def _probe(shape: tuple[int, ...], generator: torch.Generator, device: torch.dev
     x *= torch.empty(2, 3, *shape).uniform_(generator=generator).round() * 2 - 1
     scale = torch.arange(1.0, 7.0).view(2, 3, *(1 for _ in shape))
     return (x * scale).to(device)
+
+
+def _check_constants(specimen: Specimen, form: Convention, x: Tensor, tensors: dict[str, Tensor]) -> None:
+    """Numbers that training or loading may change have no part in it; but a buffer may hold eps."""
+    gates = [] if form.activation is None else [torch.ones_like(x)]
+    for name in specimen.constants:
+        large, *smaller = (_depends(specimen, name, (x * scale, *gates), tensors) for scale in (_LARGE, 1.0, _TINY))
+        if not (large or any(smaller)):
+            continue
+        if name in specimen.unknown:
+            raise NotRMSNorm(f"its {name} has no value on the meta device: patch once it has one", True)
+        if large:
+            raise _unexpected(specimen, name)
+        if name in specimen.learned:
+            raise NotRMSNorm(f"its eps is learned: the parameter {name}", True)
+
+
+def _unexpected(specimen: Specimen, name: str) -> NotRMSNorm:
+    kind = "neither a parameter nor a buffer" if name in specimen.attributes else "no weight of a row"
+    return NotRMSNorm(f"its result depends on {name}, which is {kind}", True)
+
+
+def _depends(specimen: Specimen, name: str, inputs: tuple[Tensor, ...], tensors: dict[str, Tensor]) -> bool:
+    """Whether one of the constants has a part in the result."""
+    t = specimen.constants[name]
+    other = ~t if t.dtype == torch.bool else t * 1.5 + 1
+    try:
+        return not torch.equal(
+            specimen.run(*inputs, tensors=tensors), specimen.run(*inputs, tensors={**tensors, name: other})
+        )
+    except NotRMSNorm:
+        return True
 
 
 def _of_other_dimensions(specimen: Specimen, tensors: dict[str, Tensor]) -> NotRMSNorm | None:
@@ -185,11 +221,12 @@ def _measure(
         raise _diagnose(run, x)
     weight, offset = _match(gain, tensors)
     tiny = run(x * _TINY).double().reshape(rows, width) / (x * _TINY).double().reshape(rows, width)
-    eps = _eps(gain, tiny, mean_square * _TINY**2, specimen, run, x)
+    eps, eps_name = _eps(gain, tiny, mean_square * _TINY**2, specimen, run, x)
     return {
         "shape": shape,
         "weight": weight,
         "eps": eps,
+        "eps_name": eps_name,
         "weight_offset": offset,
         "group_size": None if group == width else group,
     }
@@ -235,8 +272,8 @@ def _l2(factor: Tensor, gain: Tensor) -> str:
 
 def _eps(
     gain: Tensor, q: Tensor, mean_square: Tensor, specimen: Specimen, run: Callable[[Tensor], Tensor], x: Tensor
-) -> float | None:
-    """Eps from rows so small that it is nearly all of mean(x^2) + eps."""
+) -> tuple[float | None, str | None]:
+    """Eps, from rows so small that it is nearly all of mean(x^2) + eps, and the name of the attribute that holds it."""
     measured = (gain / q).square() - mean_square
     eps = float(measured.median())
     if not bool(measured.isfinite().all()) or float((measured - eps).abs().max()) > 1e-3 * abs(eps) + float(
@@ -245,23 +282,25 @@ def _eps(
         raise NotRMSNorm("tiny rows are not divided by one constant: its eps is not inside the square root", True)
     if eps <= 1e-3 * float(mean_square.min()):
         # Its own rounding hides eps from 0: zeros tell them apart.
-        return 0.0 if not bool(run(torch.zeros_like(x)).isfinite().all()) else float(torch.finfo(torch.float32).tiny)
+        finite = bool(run(torch.zeros_like(x)).isfinite().all())
+        return (float(torch.finfo(torch.float32).tiny) if finite else 0.0), None
     if eps >= SMALLEST_EPS:
         # Where both terms count, a clamp or an eps beside the root shows.
         scale = (eps / float(x.square().mean())) ** 0.5
         both = run(x * scale).double().reshape(q.shape) / (x * scale).double().reshape(q.shape)
         if not _close(both, gain * (mean_square / _TINY**2 * scale**2 + eps).rsqrt(), 1e-3):
             raise NotRMSNorm("its eps is not added inside the square root", True)
-    named = [value for value in specimen.numbers() if abs(value - eps) <= 1e-3 * eps]
+    named = {name: value for name, value in specimen.numbers().items() if abs(value - eps) <= 1e-3 * eps}
     if named:
-        return min(named, key=lambda value: abs(value - eps))
+        name = min(named, key=lambda name: abs(named[name] - eps))
+        return named[name], name
     if abs(eps - torch.finfo(torch.float32).eps) <= 1e-3 * eps and specimen.attribute("eps") is None:
-        return None
+        return None, "eps" if specimen.has("eps") else None
     for digits in range(3):
         short = float(f"{eps:.{digits}e}")
         if abs(short - eps) <= 1e-4 * eps:
-            return short
-    return eps
+            return short, None
+    return eps, None
 
 
 def _diagnose(run: Callable[[Tensor], Tensor], x: Tensor) -> NotRMSNorm:
