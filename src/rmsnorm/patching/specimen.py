@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -138,7 +138,9 @@ def undisturbed() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.inference_mode(False), torch.device("cpu"):
+        # Every call of torch pays for a device that is set, so it is only where it must be.
+        cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+        with torch.inference_mode(False), cpu:
             yield
     finally:
         torch.set_default_dtype(dtype)
