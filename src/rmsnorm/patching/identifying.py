@@ -12,7 +12,7 @@ from rmsnorm.module import RMSNorm
 from rmsnorm.patching.convention import Convention
 from rmsnorm.patching.probes import LARGEST_MATRIX, find_form
 from rmsnorm.patching.proof import prove
-from rmsnorm.patching.specimen import NotRMSNorm, Specimen, undisturbed
+from rmsnorm.patching.specimen import NotRMSNorm, Specimen, require_module, undisturbed
 
 
 def identify(module: nn.Module) -> Convention | None:
@@ -46,6 +46,7 @@ def examine(module: nn.Module) -> Convention:
     Raises:
         NotRMSNorm: it has none, and why.
     """
+    require_module("module", module)
     cls = type(module)
     original = getattr(cls, "_rmsnorm_original", None)
     specimen = Specimen(module, original or cls)

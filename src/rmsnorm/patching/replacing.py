@@ -19,7 +19,7 @@ from rmsnorm.patching.convention import Convention
 from rmsnorm.patching.identifying import examine, is_ours, signature
 from rmsnorm.patching.proof import confirm
 from rmsnorm.patching.report import Entry, Report
-from rmsnorm.patching.specimen import NotRMSNorm, Specimen, undisturbed, unfit
+from rmsnorm.patching.specimen import NotRMSNorm, Specimen, require_module, undisturbed, unfit
 
 
 def patch(model: nn.Module) -> Report:
@@ -43,6 +43,7 @@ def patch(model: nn.Module) -> Report:
     Returns:
         What was found and replaced, how it was proved, and what was left alone and why; it prints as a table.
     """
+    require_module("model", model)
     entries = []
     others = 0
     for entry, module in survey(model):
@@ -94,6 +95,7 @@ def unpatch(model: nn.Module) -> int:
     Raises:
         ValueError: a patched module has been given yet another class since (by a parametrisation or by FSDP).
     """
+    require_module("model", model)
     patched = {name: module for name, module in model.named_modules() if is_patched(module)}
     for name, module in patched.items():
         if "_rmsnorm_original" not in vars(type(module)):

@@ -24,6 +24,12 @@ class NotRMSNorm(Exception):
         self.normalises = normalises
 
 
+def require_module(name: str, module: nn.Module) -> None:
+    """Raise TypeError if it is anything else."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{name} must be a torch.nn.Module, got {type(module).__name__}")
+
+
 def unfit(module: nn.Module) -> NotRMSNorm | None:
     """Why a module cannot be run as a specimen, if so."""
     own = {**module._parameters, **module._buffers}
