@@ -16,6 +16,17 @@ from torch import Tensor
 
 from rmsnorm import gated_reference
 from rmsnorm.patching.convention import Convention
+from rmsnorm.patching.reasons import (
+    CLOSE,
+    LARGE,
+    TINY,
+    check_constants,
+    close,
+    depends,
+    diagnose,
+    of_other_dimensions,
+    unexpected,
+)
 from rmsnorm.patching.specimen import NotRMSNorm, Specimen
 
 # A row of one element has no form: its norm is its sign.
@@ -24,8 +35,6 @@ SMALLEST_WIDTH = 2
 LARGEST_MATRIX = 2**16
 # Below, no row of data shows how eps enters.
 SMALLEST_EPS = 1e-16
-_CLOSE = 1e-4
-_LARGE, _TINY = 2.0**30, 1e-15
 _WIDTHS_WITHOUT_WEIGHT = (64, 48)
 _NAMES_OF_WIDTHS = ("hidden_size", "dim", "normalized_shape", "size", "d", "n_embd", "features", "d_model")
 
@@ -53,13 +62,13 @@ def find_form(specimen: Specimen) -> Convention:
                     best = reason
             else:
                 if found is not None:
-                    _check_constants(specimen, found, x, tensors)
+                    check_constants(specimen, found, x, tensors)
                     return found
     for name, t in specimen.constants.items():
-        if best is not None and best.normalises and t.numel() > 1 and _depends(specimen, name, (x,), tensors):
-            best = _unexpected(specimen, name)
+        if best is not None and best.normalises and t.numel() > 1 and depends(specimen, name, (x,), tensors):
+            best = unexpected(specimen, name)
     if best is None or not best.normalises:
-        best = _of_other_dimensions(specimen, tensors) or best
+        best = of_other_dimensions(specimen, tensors) or best
     raise best or NotRMSNorm("nothing in it has the size of a row")
 
 
@@ -89,57 +98,6 @@ def _probe(shape: tuple[int, ...], generator: torch.Generator, device: torch.dev
     return (x * scale).to(device)
 
 
-def _check_constants(specimen: Specimen, form: Convention, x: Tensor, tensors: dict[str, Tensor]) -> None:
-    """Numbers that training or loading may change have no part in it; but a buffer may hold eps."""
-    gates = [] if form.activation is None else [torch.ones_like(x)]
-    for name in specimen.constants:
-        large, *smaller = (_depends(specimen, name, (x * scale, *gates), tensors) for scale in (_LARGE, 1.0, _TINY))
-        if not (large or any(smaller)):
-            continue
-        if name in specimen.unknown:
-            raise NotRMSNorm(f"its {name} has no value on the meta device: patch once it has one", True)
-        if large:
-            raise _unexpected(specimen, name)
-        if name in specimen.learned:
-            raise NotRMSNorm(f"its eps is learned: the parameter {name}", True)
-
-
-def _unexpected(specimen: Specimen, name: str) -> NotRMSNorm:
-    kind = "neither a parameter nor a buffer" if name in specimen.attributes else "no weight of a row"
-    return NotRMSNorm(f"its result depends on {name}, which is {kind}", True)
-
-
-def _depends(specimen: Specimen, name: str, inputs: tuple[Tensor, ...], tensors: dict[str, Tensor]) -> bool:
-    """Whether one of the constants has a part in the result."""
-    t = specimen.constants[name]
-    other = ~t if t.dtype == torch.bool else t * 1.5 + 1
-    try:
-        return not torch.equal(
-            specimen.run(*inputs, tensors=tensors), specimen.run(*inputs, tensors={**tensors, name: other})
-        )
-    except NotRMSNorm:
-        return True
-
-
-def _of_other_dimensions(specimen: Specimen, tensors: dict[str, Tensor]) -> NotRMSNorm | None:
-    """What a module normalises whose tensors lie across other dimensions than the last: the channels of images."""
-    for name, t in tensors.items():
-        sizes = tuple(t.shape)
-        for shape in [(*sizes, *[1] * more) for more in (1, 2, 3)] if len(sizes) == 1 else [sizes]:
-            generator = torch.Generator().manual_seed(5)
-            x = torch.randn(2, *(size if size > 1 else 3 for size in shape), generator=generator).to(specimen.device)
-            try:
-                y, louder = (specimen.run(u, tensors=tensors) for u in (x, x * 4))
-            except NotRMSNorm:
-                continue
-            if _close(louder, y, 1e-2) and not _close(y, x, 1e-2):
-                across = "x".join(map(str, shape))
-                if shape[-1] > 1:
-                    return NotRMSNorm(f"its {name} of {across} differs between rows", True)
-                return NotRMSNorm("the channels that it normalises are not its input's last dimension", True)
-    return None
-
-
 def _gated(specimen: Specimen, x: Tensor, shape: tuple[int, ...], tensors: dict[str, Tensor]) -> Convention | None:
     """The form with the second input as a gate; None if it takes none, or ignores it."""
     if len(specimen.inputs) < 2:
@@ -150,7 +108,7 @@ def _gated(specimen: Specimen, x: Tensor, shape: tuple[int, ...], tensors: dict[
         first, second = (specimen.run(x, gate, tensors=tensors) for gate in gates)
     except NotRMSNorm:
         return None
-    if _close(first, second):
+    if close(first, second):
         return None
     reason: NotRMSNorm | None = None
     for activation, last in product(gated_reference.ACTIVATIONS, (True, False)):
@@ -204,24 +162,24 @@ def _measure(
     tensors: dict[str, Tensor],
 ) -> dict[str, Any]:
     """Groups, gain and eps of a function of x alone."""
-    large = run(x * _LARGE)
-    q = (large.double() / (x * _LARGE).double()).flatten(0, 1)  # (6, *shape)
+    large = run(x * LARGE)
+    q = (large.double() / (x * LARGE).double()).flatten(0, 1)  # (6, *shape)
     rows, width = q.shape[0], x[0, 0].numel()
     q = q.reshape(rows, width)
     if not q.isfinite().all():
         raise NotRMSNorm("its result is not finite for ordinary inputs")
     group = _group_size(q, shape)
     if group is None:
-        raise _diagnose(run, x)
+        raise diagnose(run, x)
     wide = x.double().reshape(rows, width // group, group)
     mean_square = wide.square().mean(-1, keepdim=True).expand_as(wide).reshape(rows, width)
-    gains = q * mean_square.sqrt() * _LARGE
+    gains = q * mean_square.sqrt() * LARGE
     gain = gains.mean(0)
-    if not _close(gains, gain.expand_as(gains)):
-        raise _diagnose(run, x)
+    if not close(gains, gain.expand_as(gains)):
+        raise diagnose(run, x)
     weight, offset = _match(gain, tensors)
-    tiny = run(x * _TINY).double().reshape(rows, width) / (x * _TINY).double().reshape(rows, width)
-    eps, eps_name = _eps(gain, tiny, mean_square * _TINY**2, specimen, run, x)
+    tiny = run(x * TINY).double().reshape(rows, width) / (x * TINY).double().reshape(rows, width)
+    eps, eps_name = _eps(gain, tiny, mean_square * TINY**2, specimen, run, x)
     return {
         "shape": shape,
         "weight": weight,
@@ -240,7 +198,7 @@ def _group_size(q: Tensor, shape: tuple[int, ...]) -> int | None:
     for size in sizes:
         groups = ratio.view(-1, width // size, size)
         spread = groups.amax(-1) - groups.amin(-1)
-        if bool((spread <= _CLOSE * groups.abs().amax(-1)).all()):
+        if bool((spread <= CLOSE * groups.abs().amax(-1)).all()):
             return size
     return None
 
@@ -252,22 +210,22 @@ def _match(gain: Tensor, tensors: dict[str, Tensor]) -> tuple[str | None, float]
             continue
         value = t.double().flatten()
         offset = (gain - value).mean()
-        if _close(gain, value + offset):
+        if close(gain, value + offset):
             nearest = round(float(offset), 3)
-            return name, nearest if abs(nearest - float(offset)) < _CLOSE else float(offset)
+            return name, nearest if abs(nearest - float(offset)) < CLOSE else float(offset)
         factor = (gain / value).mean()
-        if _close(gain, value * factor):
+        if close(gain, value * factor):
             raise NotRMSNorm(f"it multiplies by {factor:.6g} besides the weight {name!r}{_l2(factor, gain)}", True)
     factor = gain.mean()
-    if not _close(gain, factor.expand_as(gain)):
+    if not close(gain, factor.expand_as(gain)):
         raise NotRMSNorm("what it multiplies by is none of its parameters and buffers, plus a constant", True)
-    if not _close(factor, torch.ones_like(factor)):
+    if not close(factor, torch.ones_like(factor)):
         raise NotRMSNorm(f"it multiplies by {factor:.6g} where an RMSNorm has 1{_l2(factor, gain)}", True)
     return None, 0.0
 
 
 def _l2(factor: Tensor, gain: Tensor) -> str:
-    return ": an L2 normalisation" if abs(float(factor) * gain.numel() ** 0.5 - 1.0) < _CLOSE else ""
+    return ": an L2 normalisation" if abs(float(factor) * gain.numel() ** 0.5 - 1.0) < CLOSE else ""
 
 
 def _eps(
@@ -288,7 +246,7 @@ def _eps(
         # Where both terms count, a clamp or an eps beside the root shows.
         scale = (eps / float(x.square().mean())) ** 0.5
         both = run(x * scale).double().reshape(q.shape) / (x * scale).double().reshape(q.shape)
-        if not _close(both, gain * (mean_square / _TINY**2 * scale**2 + eps).rsqrt(), 1e-3):
+        if not close(both, gain * (mean_square / TINY**2 * scale**2 + eps).rsqrt(), 1e-3):
             raise NotRMSNorm("its eps is not added inside the square root", True)
     named = {name: value for name, value in specimen.numbers().items() if abs(value - eps) <= 1e-3 * eps}
     if named:
@@ -301,25 +259,3 @@ def _eps(
         if abs(short - eps) <= 1e-4 * eps:
             return short, None
     return eps, None
-
-
-def _diagnose(run: Callable[[Tensor], Tensor], x: Tensor) -> NotRMSNorm:
-    """Why a function of rows is no RMSNorm."""
-    y = run(x)
-    if not _close(run(x * 4), y, 1e-2):
-        return NotRMSNorm("it does not normalise")
-    if _close(run(x + 4), y, 1e-2):
-        return NotRMSNorm("it subtracts the mean: a LayerNorm", True)
-    added = run(-x) + y
-    if float(added.abs().max()) > 1e-2 * float(y.abs().max()):
-        constant = _close(added, added[:1, :1].expand_as(added), 1e-2)
-        return NotRMSNorm(f"it {'adds something, a bias' if constant else 'does more than scale: an activation'}", True)
-    alone = run(x[:1, :1].expand_as(x).contiguous())[0, 0]
-    if not _close(alone, y[0, 0], 1e-2):
-        return NotRMSNorm("its statistics are taken over other dimensions than the last", True)
-    return NotRMSNorm("its statistics are not the root mean square of its input", True)
-
-
-def _close(a: Tensor, b: Tensor, tolerance: float = _CLOSE) -> bool:
-    """Everywhere, in relation to the largest."""
-    return bool((a - b).abs().max() <= tolerance * b.abs().max())
