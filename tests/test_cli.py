@@ -60,6 +60,20 @@ def test_an_interrupted_command_says_so_and_exits_with_130(monkeypatch, capsys):
     assert capsys.readouterr().err == "\nrmsnorm info: interrupted\n"
 
 
+@pytest.mark.parametrize("arguments", [["info"], ["--help"], ["compare", "--shape", "2x8", "--rounds", "1"]])
+def test_output_that_nobody_reads_is_no_error(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "rmsnorm", *arguments]
+    # Unbuffered, argparse itself meets the error, and says nothing.
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    found = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=buffered)
+    os.close(writer)
+    assert found.returncode == 141
+    assert "Traceback" not in found.stderr
+    assert "BrokenPipe" not in found.stderr
+
+
 def test_info_shows_versions_and_kernels(capsys):
     assert main(["info"]) == 0
     text = capsys.readouterr().out

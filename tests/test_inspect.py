@@ -67,28 +67,9 @@ def test_norms_of_a_model_with_their_conventions_and_ranges(capsys, module):
     assert norms["1"]["low"] < 1 < norms["1"]["high"]
 
 
-def test_gains_in_a_norm_that_adds_one(capsys, module):
-    norm = trained(rmsnorm.RMSNorm(64, weight_offset=1.0), 1)
-    code, norms = found(capsys, f"{module(build=lambda: nn.Sequential(norm))}:build")
-    assert code == 1
-    assert "loaded as if they were offsets" in norms["0"]["warnings"][0]
-
-
-def test_offsets_in_a_norm_that_adds_nothing(capsys, module):
-    code, norms = found(capsys, f"{module(build=lambda: nn.Sequential(trained(nn.RMSNorm(64), 0)))}:build")
-    assert code == 1
-    assert "loaded as if they were gains" in norms["0"]["warnings"][0]
-
-
 def test_one_layer_of_small_gains_among_others_is_no_finding(capsys, module):
     layers = nn.Sequential(*(trained(nn.RMSNorm(64), mean) for mean in (0, 1, 1)))
     assert found(capsys, f"{module(build=lambda: layers)}:build")[0] == 0
-
-
-def test_weights_that_were_never_trained_or_loaded(capsys, module):
-    code, norms = found(capsys, f"{module(build=lambda: nn.Sequential(nn.RMSNorm(64)))}:build")
-    assert code == 1
-    assert "initial value" in norms["0"]["warnings"][0]
 
 
 def test_weights_that_are_not_finite(capsys, module):
@@ -97,18 +78,6 @@ def test_weights_that_are_not_finite(capsys, module):
     code, norms = found(capsys, f"{module(build=lambda: nn.Sequential(norm))}:build")
     assert code == 1
     assert norms["0"]["warnings"] == ["1 of 64 weights are not finite"]
-
-
-def test_eps_that_is_not_the_configurations(capsys, module):
-    class Config:
-        def to_dict(self):
-            return {"rms_norm_eps": 1e-5}
-
-    model = nn.Sequential(trained(nn.RMSNorm(8, eps=1e-6), 1))
-    model.config = Config()
-    code, norms = found(capsys, f"{module(build=lambda: model)}:build")
-    assert code == 1
-    assert norms["0"]["warnings"] == ["eps is 1e-06, not the configuration's 1e-05"]
 
 
 def test_a_safetensors_file_by_itself(capsys, tmp_path):
@@ -123,31 +92,233 @@ def test_a_safetensors_file_by_itself(capsys, tmp_path):
     assert "0.00390625" in norm["notes"][0]
 
 
+def test_a_layer_norm_in_a_file_is_known_by_its_bias(capsys, tmp_path):
+    tensors = {name: torch.randn(8) for name in ("a_norm.weight", "ln.weight", "ln.bias")}
+    _, norms = found(capsys, safetensors(tmp_path / "model.safetensors", tensors))
+    assert list(norms) == ["a_norm.weight"]
+
+
+def refused(capsys, target):
+    """The one line in which a target is refused, with exit code 2."""
+    assert main(["inspect", str(target)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    (line,) = [line for line in captured.err.splitlines() if line.startswith("rmsnorm inspect:")]
+    return line
+
+
+def headed(header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(**changed):
+    return {"norm.weight": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changed}}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "header"), (struct.pack("<Q", 4) + b"{no}", "not JSON"), (struct.pack("<Q", 2**40) + b"{}", "header")],
+    [
+        (b"", "would have 0 bytes"),
+        (b"\1\2", "header would have"),
+        (struct.pack("<Q", 2**40) + b"{}", "would have 1099511627776 bytes"),
+        (struct.pack("<Q", 2**64 - 1) + b"{}", "would have 18446744073709551615 bytes"),
+        (headed(b"{no}"), "not JSON"),
+        (headed(b"\xff\xfe{}"), "not JSON"),
+        (headed(b"[" * 100_000), "not JSON"),
+        (headed([1, 2]), "no JSON object"),
+        (headed({"norm.weight": 3}), "does not say what its tensors are"),
+        (headed({"norm.weight": {"dtype": "F32"}}), "does not say what its tensors are"),
+        (headed(entry(shape=["2"])), "does not say what its tensors are"),
+        (headed(entry(data_offsets=[0])), "does not say what its tensors are"),
+        (headed(entry(data_offsets=[8, 0])), "does not say what its tensors are"),
+        (headed(entry(data_offsets=[-8, 0])), "does not say what its tensors are"),
+        (headed(entry(), bytes(4)), "cut short: norm.weight is missing"),
+        (headed(entry(shape=[3]), bytes(8)), "norm.weight has 8 bytes, not those of 3 F32"),
+    ],
 )
-def test_a_file_that_is_none(capsys, tmp_path, content, message):
+def test_a_file_that_is_no_safetensors_file(capsys, tmp_path, content, message):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    assert main(["inspect", str(path)]) == 2
-    assert message in capsys.readouterr().err
+    line = refused(capsys, path)
+    assert message in line
+    assert str(path) in line
 
 
-def test_a_file_that_is_cut_short(capsys, tmp_path):
-    path = safetensors(tmp_path / "model.safetensors", {"norm.weight": torch.ones(64)})
-    path.write_bytes(path.read_bytes()[:-4])
-    assert main(["inspect", str(path)]) == 2
-    assert "cut short" in capsys.readouterr().err
+@pytest.mark.parametrize("target", ["nowhere", "nowhere:build", "pyproject.toml", ":build", "nowhere:", "json:nothing"])
+def test_a_target_that_is_none_is_named(capsys, target):
+    assert target in refused(capsys, target)
 
 
-@pytest.mark.parametrize("target", ["nowhere", "nowhere:build", "pyproject.toml"])
-def test_a_target_that_is_none_names_those_that_are_allowed(capsys, target):
-    assert main(["inspect", target]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rmsnorm inspect:")]
-    assert target in line
+def test_an_empty_folder_and_a_folder_called_like_a_file(capsys, tmp_path):
+    folder = tmp_path / "model.safetensors"
+    folder.mkdir()
+    assert "has neither config.json nor .safetensors files" in refused(capsys, folder)
 
 
 def test_a_callable_that_returns_no_model(capsys, module):
-    assert main(["inspect", f"{module(build=lambda: 3)}:build"]) == 2
-    assert "returns int" in capsys.readouterr().err
+    assert "returns int" in refused(capsys, f"{module(build=lambda: 3)}:build")
+
+
+def test_a_callable_that_fails_says_what_and_where(capsys, module, tmp_path, monkeypatch):
+    assert "fails: ZeroDivisionError: division by zero" in refused(capsys, f"{module(build=lambda: 1 / 0)}:build")
+    assert "fails: TypeError" in refused(capsys, f"{module(build=lambda size: size)}:build")
+    (tmp_path / "broken_for_inspect.py").write_text("import torch\nraise RuntimeError('not today\\nor ever')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    line = refused(capsys, "broken_for_inspect:build")
+    assert "cannot be imported: RuntimeError: not today (" in line
+    assert line.endswith("broken_for_inspect.py:2)")
+
+
+def test_a_model_without_norms(capsys, module):
+    code, out = inspect(capsys, f"{module(build=lambda: nn.Linear(2, 2))}:build")
+    assert (code, out.splitlines()[-1]) == (0, "No RMSNorm found.")
+
+
+def shards(path, *named, index=True):
+    for i, name in enumerate(named):
+        safetensors(path / name, {f"layers.{i}.norm.weight": 1 + 0.1 * torch.randn(8)})
+    if index:
+        weight_map = {f"layers.{i}.norm.weight": name for i, name in enumerate(named)}
+        (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return path
+
+
+TWO = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+@pytest.mark.parametrize("index", [True, False], ids=["with an index", "without"])
+def test_a_checkpoint_in_shards(capsys, tmp_path, index):
+    code, norms = found(capsys, shards(tmp_path, *TWO, index=index))
+    assert (code, list(norms)) == (0, ["layers.0.norm.weight", "layers.1.norm.weight"])
+    (tmp_path / TWO[0]).unlink()
+    line = refused(capsys, tmp_path)
+    assert "is not complete" in line
+    assert TWO[0] in line
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("[]", "must hold a JSON object, got list"), ("{", "cannot be read as JSON"), ("{}", "has no weight_map")],
+)
+def test_an_index_that_is_none(capsys, tmp_path, content, message):
+    shards(tmp_path, *TWO)
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    assert message in refused(capsys, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[1]", "must hold a JSON object, got list"),
+        (b"{", "cannot be read as JSON"),
+        (b"\xff", "cannot be read as JSON"),
+        (b"[" * 100_000, "cannot be read as JSON"),
+        (b'{"rms_norm_eps": "small"}', "rms_norm_eps in the configuration must be a number, got 'small'"),
+        (b'{"text_config": {"rms_norm_eps": [1]}}', "must be a number, got [1]"),
+    ],
+)
+def test_a_configuration_that_is_none(capsys, tmp_path, content, message):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    assert message in refused(capsys, path)
+
+
+def test_json_has_this_form_and_is_json_whatever_the_weights(capsys, module):
+    norms = nn.Sequential(trained(nn.RMSNorm(8, eps=1e-5), 1), nn.RMSNorm(4, elementwise_affine=False), nn.RMSNorm(2))
+    norms[2].weight.data.fill_(torch.nan)
+    target = f"{module(build=lambda: norms)}:build"
+    code, out = inspect(capsys, target, "--json")
+
+    def no_constant(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    report = json.loads(out, parse_constant=no_constant)
+    assert code == 1
+    assert list(report) == ["source", "notes", "norms"]
+    assert report["source"] == target
+    first, plain, bad = report["norms"]
+    kinds = {key: type(value) for key, value in first.items()}
+    assert kinds == {
+        "name": str,
+        "width": int,
+        "convention": str,
+        "eps": float,
+        "weight_offset": float,
+        "dtype": str,
+        "low": float,
+        "high": float,
+        "median": float,
+        "warnings": list,
+        "notes": list,
+    }
+    assert plain.keys() == first.keys()
+    assert [plain[key] for key in ("dtype", "low", "median")] == [None, None, None]
+    assert [bad["low"], bad["warnings"]] == [None, ["2 of 2 weights are not finite"]]
+
+
+@pytest.mark.parametrize(
+    ("norm", "mean", "warning"),
+    [
+        (lambda: rmsnorm.RMSNorm(64, weight_offset=1.0), 0.0, None),
+        (lambda: rmsnorm.RMSNorm(64, weight_offset=1.0), 1.0, "gains, loaded as if they were offsets"),
+        (lambda: nn.RMSNorm(64), 1.0, None),
+        (lambda: nn.RMSNorm(64), 0.0, "offsets from one, loaded as if they were gains"),
+    ],
+)
+def test_offsets_and_gains_are_told_apart(capsys, module, norm, mean, warning):
+    layers = nn.Sequential(*(trained(norm(), mean) for _ in range(3)))
+    code, norms = found(capsys, f"{module(build=lambda: layers)}:build")
+    assert code == (warning is not None)
+    for found_norm in norms.values():
+        assert found_norm["warnings"] == [] if warning is None else warning in found_norm["warnings"][0]
+
+
+@pytest.mark.parametrize(
+    ("eps", "config", "warned"), [(1e-5, 1e-5, 0), (1e-5, "1e-05", 0), (1e-6, 1e-5, 1), (1e-6, None, 0)]
+)
+def test_eps_beside_the_configurations(capsys, module, eps, config, warned):
+    class Config:
+        def to_dict(self):
+            return {"text_config": {"rms_norm_eps": config}}
+
+    model = nn.Sequential(trained(nn.RMSNorm(8, eps=eps), 1))
+    model.config = Config()
+    code, norms = found(capsys, f"{module(build=lambda: model)}:build")
+    assert (code, len(norms["0"]["warnings"])) == (warned, warned)
+
+
+@pytest.mark.parametrize(
+    ("norm", "warned"),
+    [
+        (lambda: nn.RMSNorm(64), 1),
+        (lambda: rmsnorm.RMSNorm(64, weight_offset=1.0), 1),
+        (lambda: trained(nn.RMSNorm(64), 1), 0),
+        (lambda: nn.RMSNorm(64, elementwise_affine=False), 0),
+    ],
+    ids=["ones", "zeros and one", "trained", "no weight"],
+)
+def test_weights_at_their_initial_value(capsys, module, norm, warned):
+    code, norms = found(capsys, f"{module(build=lambda: nn.Sequential(norm()))}:build")
+    assert code == warned
+    assert ["initial value" in text for text in norms["0"]["warnings"]] == [True] * warned
+
+
+@pytest.mark.parametrize(
+    ("dtype", "offset", "mean", "step"),
+    [
+        (torch.bfloat16, 0.0, 1.0, "0.00390625 (below) and 0.0078125"),
+        (torch.float16, 0.0, 1.0, "0.000488281 (below) and 0.000976562"),
+        (torch.float32, 0.0, 1.0, None),
+        (torch.bfloat16, 0.0, 5.0, None),
+        (torch.bfloat16, 1.0, 0.0, None),
+    ],
+    ids=["bfloat16", "float16", "float32", "far from 1", "offsets"],
+)
+def test_16_bit_weights_near_one(capsys, module, dtype, offset, mean, step):
+    norm = trained(rmsnorm.RMSNorm(64, weight_offset=offset), mean).to(dtype)
+    code, norms = found(capsys, f"{module(build=lambda: nn.Sequential(norm))}:build")
+    assert code == 0
+    notes = norms["0"]["notes"]
+    assert notes == [] if step is None else step in notes[0]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rmsnorm.gating import GatedRMSNorm
 from rmsnorm.module import RMSNorm
+from rmsnorm.patching.convention import short
 from rmsnorm.patching.identifying import examine
 from rmsnorm.patching.specimen import NotRMSNorm
 
@@ -53,8 +54,11 @@ def fold_offset(weight: Tensor, weight_offset: float = 1.0, dtype: torch.dtype |
         weight: of any floating-point dtype.
         weight_offset: what the norm adds.
         dtype: of the result; float32 (float64 for float64) by default.
+
+    Raises:
+        TypeError: the weight is no floating-point tensor, or dtype no floating-point dtype.
     """
-    gain = _wide(weight) + weight_offset
+    gain = _wide(weight, dtype) + weight_offset
     return _converted(gain.to(dtype or gain.dtype), gain, 0.0)
 
 
@@ -68,7 +72,7 @@ def unfold_offset(weight: Tensor, weight_offset: float = 1.0, dtype: torch.dtype
     >>> print(unfold_offset(torch.tensor([1.0, 1.0 + 2.0**-7], dtype=torch.bfloat16)))
     all 2 gains are exactly what they were
     """
-    gain = _wide(weight)
+    gain = _wide(weight, dtype)
     return _converted((gain - weight_offset).to(dtype or weight.dtype), gain, weight_offset)
 
 
@@ -104,9 +108,12 @@ def from_module(module: nn.Module, cls: type[Made]) -> Made:
     return made.train(module.training)
 
 
-def _wide(weight: Tensor) -> Tensor:
-    if not weight.is_floating_point():
-        raise TypeError(f"weight must be floating-point, got {str(weight.dtype).removeprefix('torch.')}")
+def _wide(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"weight must be a torch.Tensor, got {type(weight).__name__}")
+    for name, given in (("weight", weight.dtype), ("dtype", dtype or torch.float32)):
+        if not given.is_floating_point:
+            raise TypeError(f"{name} must be floating-point, got {short(given)}")
     return weight.detach().to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
 
 

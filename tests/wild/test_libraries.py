@@ -1,67 +1,129 @@
-"""Norms of other libraries than transformers."""
+"""Norms of other libraries than transformers: every class with RMS in its name is replaced, or refused and why."""
 
-import importlib
+import os
 
 import pytest
 import torch
 
-from rmsnorm import identify, patch
+from rmsnorm import identify, patch, unpatch
+from rmsnorm.patching.identifying import examine
+from rmsnorm.patching.specimen import NotRMSNorm
+from tests.wild import exact, libraries
 
-CASES = [
-    ("torch", "torch.nn", "RMSNorm", {}, "once"),
-    ("torch", "torch.nn", "RMSNorm", {"elementwise_affine": False}, "once"),
-    ("litgpt", "litgpt.model", "RMSNorm", {}, "once"),
-    ("litgpt", "litgpt.model", "RMSNorm", {"add_unit_offset": True}, "once"),
-    ("x_transformers", "x_transformers.x_transformers", "RMSNorm", {}, "before_scale"),
-    ("x_transformers", "x_transformers.x_transformers", "RMSNorm", {"unit_offset": True}, "before_scale"),
-    ("x_transformers", "x_transformers.x_transformers", "SimpleRMSNorm", {}, "once"),
-    ("diffusers", "diffusers.models.normalization", "RMSNorm", {"eps": 1e-6}, "weight_dtype"),
-    ("diffusers", "diffusers.models.normalization", "RMSNorm", {"eps": 1e-6, "elementwise_affine": False}, "once"),
-    ("diffusers", "diffusers.models.normalization", "MochiRMSNorm", {"eps": 1e-6}, "once"),
-    ("timm", "timm.layers.norm", "RmsNorm", {}, "once"),
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+IMAGES = "not its input's last dimension"
+PARTS = "submodules with parameters"
+EXPECTED = {
+    "litgpt": {"model.RMSNorm": "weight, once"},
+    "torchtune": {"rms_norm.RMSNorm": "scale, once", "rms_norm.GemmaRMSNorm": "scale + 1, once"},
+    "x_transformers": {
+        "x_transformers.RMSNorm": "g, before_scale",
+        "x_transformers.SimpleRMSNorm": "no weight, once",
+    },
+    "timm": {"norm.RmsNorm": "weight, once", "norm.RmsNormFp32": "weight, once"},
+    "diffusers": {
+        "normalization.RMSNorm": "weight, weight_dtype",
+        "normalization.MochiRMSNorm": "weight, once",
+        "transformer_cosmos3.Cosmos3NemotronRMSNorm": "weight, once",
+        "transformer_krea2.Krea2RMSNorm": "weight + 1, once",
+        "transformer_mochi.MochiModulatedRMSNorm": "no weight, once",
+        "transformer_qwenimage21.QwenImage21ZeroCenterRMSNorm": "weight + 1, once",
+        "transformer_stable_audio3.StableAudio3RMSNorm": "gamma, once",
+        "text_encoder.RMSNorm": "weight, once",
+    },
+}
+REFUSED = {
+    "litgpt": {},
+    "torchtune": {},
+    "x_transformers": {
+        "x_transformers.AdaptiveRMSNorm": PARTS,
+        "x_transformers.MultiheadRMSNorm": "its gamma of 4x1x64 differs between rows",
+    },
+    "timm": {
+        "norm.RmsNorm2d": IMAGES,
+        "norm.RmsNorm2dFp32": IMAGES,
+        "norm_act.RmsNormAct": "activation",
+        "norm_act.RmsNormActFp32": "activation",
+        "norm_act.RmsNormAct2d": IMAGES,
+        "norm_act.RmsNormAct2dFp32": IMAGES,
+    },
+    "diffusers": {
+        "autoencoder_kandinsky6_sr.Kandinsky6VAERMSNorm": IMAGES,
+        "autoencoder_kl_hunyuanimage_refiner.HunyuanImageRefinerRMS_norm": IMAGES,
+        "autoencoder_kl_hunyuanvideo15.HunyuanVideo15RMS_norm": IMAGES,
+        "autoencoder_kl_ltx2.PerChannelRMSNorm": "other dimensions than the last",
+        "autoencoder_kl_qwenimage.QwenImageRMS_norm": IMAGES,
+        "autoencoder_kl_qwenimage21.QwenImage21RMS_norm": IMAGES,
+        "autoencoder_kl_wan.WanRMS_norm": IMAGES,
+        "latent_upscaler_kandinsky6_sr.Kandinsky6SRLatentUpscalerRMSNorm": IMAGES,
+        "normalization.LuminaRMSNormZero": PARTS,
+        "transformer_mochi.MochiRMSNormZero": PARTS,
+    },
+}
+# The same class, built otherwise.
+VARIANTS = [
+    ("litgpt", "model.RMSNorm", {"add_unit_offset": True}, "weight + 1, once"),
+    ("x_transformers", "x_transformers.RMSNorm", {"unit_offset": True}, "g + 1, before_scale"),
+    ("diffusers", "normalization.RMSNorm", {"elementwise_affine": False}, "no weight, once"),
+    ("diffusers", "normalization.RMSNorm", {"bias": True}, None),
+    ("diffusers", "normalization.MochiRMSNorm", {"elementwise_affine": False}, "no weight, once"),
+    ("diffusers", "transformer_stable_audio3.StableAudio3RMSNorm", {"force_fp32": False}, "gamma, once"),
+    ("timm", "norm.RmsNorm", {"affine": False}, "no weight, once"),
 ]
-OTHERS = [
-    ("diffusers", "diffusers.models.normalization", "RMSNorm", {"eps": 1e-6, "bias": True}),
-    ("diffusers", "diffusers.models.autoencoders.autoencoder_kl_wan", "WanRMS_norm", {}),
-    ("x_transformers", "x_transformers.x_transformers", "ScaleNorm", {}),
-]
 
 
-def build(package, module, name, arguments):
-    pytest.importorskip(package, exc_type=ImportError)
-    return getattr(importlib.import_module(module), name)(64, **arguments)
+def norms(package):
+    if not (libraries.FOLDER / package).is_dir() and not os.environ.get("CI"):
+        pytest.skip(f"{package} is not in {libraries.FOLDER}: make .venv/.wild")
+    return libraries.norms(package)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("package", "module", "name", "arguments", "rounding"), CASES)
-def test_norms_of_other_libraries_are_replaced(package, module, name, arguments, rounding):
-    norm = build(package, module, name, arguments)
+def generator():
+    return torch.Generator().manual_seed(0)
+
+
+def assert_replaced(norm, said):
+    """As it says; and in three dtypes as near to float64 as before, or within what a result in the dtype must round."""
     convention = identify(norm)
     assert convention is not None
-    assert convention.rounding == rounding
-    x = torch.randn(4, 3, 64)
-    own = norm(x)
-    assert len(patch(norm).replaced) == 1
-    torch.testing.assert_close(norm(x), own)
+    assert str(convention).endswith(said)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        norm = norm.to(dtype)
+        x = torch.randn(4, 3, libraries.WIDTH, generator=generator()).to(dtype)
+        own = norm(x)
+        assert "" in [entry.name for entry in patch(norm).replaced]
+        got = norm(x)
+        weight = None if convention.weight is None else getattr(norm, convention.weight).detach().double()
+        wanted = exact.forward(convention, x.double(), weight)
+        assert got.dtype == own.dtype == dtype
+        assert exact.error(got, wanted) <= max(exact.error(own, wanted), 3 * torch.finfo(dtype).eps / 2)
+        unpatch(norm)
+        assert torch.equal(norm(x), own)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("package", "module", "name", "arguments"), OTHERS)
-def test_what_they_have_besides_is_left_alone(package, module, name, arguments):
-    assert identify(build(package, module, name, arguments)) is None
+@pytest.mark.parametrize("package", EXPECTED)
+def test_every_rms_norm_of_a_library_is_replaced_or_refused_for_what_it_is(package):
+    found = norms(package)
+    assert found.keys() == EXPECTED[package].keys() | REFUSED[package].keys()
+    for name, said in EXPECTED[package].items():
+        assert_replaced(libraries.build(found[name], generator()), said)
+    for name, reason in REFUSED[package].items():
+        with pytest.raises(NotRMSNorm, match=reason):
+            examine(libraries.build(found[name], generator()))
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_norm_inside_a_peft_wrapper():
-    peft = pytest.importorskip("peft")
-    base = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.RMSNorm(64))
-    wrapped = peft.get_peft_model(base, peft.LoraConfig(target_modules=["0"], modules_to_save=["1"]))
-    x = torch.randn(4, 64)
-    own = wrapped(x)
-    report = patch(wrapped)
-    # The original and the copy that is trained.
-    assert len(report.replaced) == 2
-    torch.testing.assert_close(wrapped(x), own)
-    wrapped(x).sum().backward()
-    trained = [name for name, p in wrapped.named_parameters() if p.requires_grad and p.grad is not None]
-    assert any("modules_to_save" in name for name in trained)
+@pytest.mark.parametrize(("package", "name", "arguments", "said"), VARIANTS)
+def test_what_an_argument_makes_of_a_class_is_seen(package, name, arguments, said):
+    norm = libraries.build(norms(package)[name], generator(), **arguments)
+    if said is None:
+        assert identify(norm) is None
+    else:
+        assert_replaced(norm, said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [({}, "weight, once"), ({"elementwise_affine": False}, "no weight, once")]
+)
+def test_torchs_own_is_replaced(arguments, said):
+    assert_replaced(torch.nn.RMSNorm(libraries.WIDTH, **arguments), said)

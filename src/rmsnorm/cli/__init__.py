@@ -4,6 +4,7 @@ A subcommand is a module with a docstring, `add_arguments(parser)` and `run(argu
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -21,10 +22,22 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit code: 0 good, 1 a finding, 2 wrong usage, 130 interrupted.
+    """Run one subcommand and return its exit code: 0 good, 1 a finding, 2 wrong usage, 130 interrupted, 141 not read.
 
     As argparse does, `--help` and arguments that make no sense end in SystemExit, with 0 and 2.
     """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads has seen enough. At exit Python flushes once more, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="rmsnorm", description="RMSNorm for PyTorch, the same to the bit everywhere.")
     parser.add_argument("--version", action="version", version=f"rmsnorm {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)

@@ -3,6 +3,7 @@
 convention.py   what was found, in words and as the call that computes it
 specimen.py     runs a module on tensors of our choosing without touching it
 probes.py       which inputs tell the forms apart: eps, offset, groups, gate
+reasons.py      why it is none
 proof.py        which rounding it is, and how far apart the two are
 identifying.py  the two together: identify
 replacing.py    patch and unpatch

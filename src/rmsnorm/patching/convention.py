@@ -50,6 +50,7 @@ class Convention:
         shape: of the row, the dimensions it normalises and scales; None if it takes any width.
         weight: the name of the parameter or buffer that scales; None without one.
         eps: None means finfo(computation dtype).eps.
+        eps_name: the attribute that holds it, if one does.
         weight_offset, rounding, group_size: as for `rmsnorm.rms_norm`.
         activation, norm_before_gate: as for `rmsnorm.gated_rms_norm`; activation None without a gate.
         evidence: what each pair of dtypes showed; pairs that are missing are not replaced.
@@ -63,6 +64,7 @@ class Convention:
     group_size: int | None = None
     activation: str | None = None
     norm_before_gate: bool = True
+    eps_name: str | None = None
     evidence: tuple[Evidence, ...] = field(default=(), compare=False)
 
     @property

@@ -12,7 +12,7 @@ from rmsnorm.module import RMSNorm
 from rmsnorm.patching.convention import Convention
 from rmsnorm.patching.probes import LARGEST_MATRIX, find_form
 from rmsnorm.patching.proof import prove
-from rmsnorm.patching.specimen import NotRMSNorm, Specimen
+from rmsnorm.patching.specimen import NotRMSNorm, Specimen, require_module, undisturbed
 
 
 def identify(module: nn.Module) -> Convention | None:
@@ -46,13 +46,15 @@ def examine(module: nn.Module) -> Convention:
     Raises:
         NotRMSNorm: it has none, and why.
     """
+    require_module("module", module)
     cls = type(module)
     original = getattr(cls, "_rmsnorm_original", None)
     specimen = Specimen(module, original or cls)
     for name, t in specimen.tensors.items():
         if t.numel() > LARGEST_MATRIX and sum(size > 1 for size in t.shape) > 1:
             raise NotRMSNorm(f"its {name} is a matrix")
-    return prove(specimen, find_form(specimen))
+    with undisturbed():
+        return prove(specimen, find_form(specimen))
 
 
 def signature(module: nn.Module) -> Hashable:

@@ -16,6 +16,17 @@ from torch import Tensor
 
 from rmsnorm import gated_reference
 from rmsnorm.patching.convention import Convention
+from rmsnorm.patching.reasons import (
+    CLOSE,
+    LARGE,
+    TINY,
+    check_constants,
+    close,
+    depends,
+    diagnose,
+    of_other_dimensions,
+    unexpected,
+)
 from rmsnorm.patching.specimen import NotRMSNorm, Specimen
 
 # A row of one element has no form: its norm is its sign.
@@ -24,8 +35,6 @@ SMALLEST_WIDTH = 2
 LARGEST_MATRIX = 2**16
 # Below, no row of data shows how eps enters.
 SMALLEST_EPS = 1e-16
-_CLOSE = 1e-4
-_LARGE, _TINY = 2.0**10, 1e-15
 _WIDTHS_WITHOUT_WEIGHT = (64, 48)
 _NAMES_OF_WIDTHS = ("hidden_size", "dim", "normalized_shape", "size", "d", "n_embd", "features", "d_model")
 
@@ -53,7 +62,13 @@ def find_form(specimen: Specimen) -> Convention:
                     best = reason
             else:
                 if found is not None:
+                    check_constants(specimen, found, x, tensors)
                     return found
+    for name, t in specimen.constants.items():
+        if best is not None and best.normalises and t.numel() > 1 and depends(specimen, name, (x,), tensors):
+            best = unexpected(specimen, name)
+    if best is None or not best.normalises:
+        best = of_other_dimensions(specimen, tensors) or best
     raise best or NotRMSNorm("nothing in it has the size of a row")
 
 
@@ -93,7 +108,7 @@ def _gated(specimen: Specimen, x: Tensor, shape: tuple[int, ...], tensors: dict[
         first, second = (specimen.run(x, gate, tensors=tensors) for gate in gates)
     except NotRMSNorm:
         return None
-    if _close(first, second):
+    if close(first, second):
         return None
     reason: NotRMSNorm | None = None
     for activation, last in product(gated_reference.ACTIVATIONS, (True, False)):
@@ -147,28 +162,29 @@ def _measure(
     tensors: dict[str, Tensor],
 ) -> dict[str, Any]:
     """Groups, gain and eps of a function of x alone."""
-    large = run(x * _LARGE)
-    q = (large.double() / (x * _LARGE).double()).flatten(0, 1)  # (6, *shape)
+    large = run(x * LARGE)
+    q = (large.double() / (x * LARGE).double()).flatten(0, 1)  # (6, *shape)
     rows, width = q.shape[0], x[0, 0].numel()
     q = q.reshape(rows, width)
     if not q.isfinite().all():
         raise NotRMSNorm("its result is not finite for ordinary inputs")
     group = _group_size(q, shape)
     if group is None:
-        raise _diagnose(run, x)
+        raise diagnose(run, x)
     wide = x.double().reshape(rows, width // group, group)
     mean_square = wide.square().mean(-1, keepdim=True).expand_as(wide).reshape(rows, width)
-    gains = q * mean_square.sqrt() * _LARGE
+    gains = q * mean_square.sqrt() * LARGE
     gain = gains.mean(0)
-    if not _close(gains, gain.expand_as(gains)):
-        raise _diagnose(run, x)
+    if not close(gains, gain.expand_as(gains)):
+        raise diagnose(run, x)
     weight, offset = _match(gain, tensors)
-    tiny = run(x * _TINY).double().reshape(rows, width) / (x * _TINY).double().reshape(rows, width)
-    eps = _eps(gain, tiny, mean_square * _TINY**2, specimen, run, x)
+    tiny = run(x * TINY).double().reshape(rows, width) / (x * TINY).double().reshape(rows, width)
+    eps, eps_name = _eps(gain, tiny, mean_square * TINY**2, specimen, run, x)
     return {
         "shape": shape,
         "weight": weight,
         "eps": eps,
+        "eps_name": eps_name,
         "weight_offset": offset,
         "group_size": None if group == width else group,
     }
@@ -182,7 +198,7 @@ def _group_size(q: Tensor, shape: tuple[int, ...]) -> int | None:
     for size in sizes:
         groups = ratio.view(-1, width // size, size)
         spread = groups.amax(-1) - groups.amin(-1)
-        if bool((spread <= _CLOSE * groups.abs().amax(-1)).all()):
+        if bool((spread <= CLOSE * groups.abs().amax(-1)).all()):
             return size
     return None
 
@@ -194,28 +210,28 @@ def _match(gain: Tensor, tensors: dict[str, Tensor]) -> tuple[str | None, float]
             continue
         value = t.double().flatten()
         offset = (gain - value).mean()
-        if _close(gain, value + offset):
+        if close(gain, value + offset):
             nearest = round(float(offset), 3)
-            return name, nearest if abs(nearest - float(offset)) < _CLOSE else float(offset)
+            return name, nearest if abs(nearest - float(offset)) < CLOSE else float(offset)
         factor = (gain / value).mean()
-        if _close(gain, value * factor):
+        if close(gain, value * factor):
             raise NotRMSNorm(f"it multiplies by {factor:.6g} besides the weight {name!r}{_l2(factor, gain)}", True)
     factor = gain.mean()
-    if not _close(gain, factor.expand_as(gain)):
+    if not close(gain, factor.expand_as(gain)):
         raise NotRMSNorm("what it multiplies by is none of its parameters and buffers, plus a constant", True)
-    if not _close(factor, torch.ones_like(factor)):
+    if not close(factor, torch.ones_like(factor)):
         raise NotRMSNorm(f"it multiplies by {factor:.6g} where an RMSNorm has 1{_l2(factor, gain)}", True)
     return None, 0.0
 
 
 def _l2(factor: Tensor, gain: Tensor) -> str:
-    return ": an L2 normalisation" if abs(float(factor) * gain.numel() ** 0.5 - 1.0) < _CLOSE else ""
+    return ": an L2 normalisation" if abs(float(factor) * gain.numel() ** 0.5 - 1.0) < CLOSE else ""
 
 
 def _eps(
     gain: Tensor, q: Tensor, mean_square: Tensor, specimen: Specimen, run: Callable[[Tensor], Tensor], x: Tensor
-) -> float | None:
-    """Eps from rows so small that it is nearly all of mean(x^2) + eps."""
+) -> tuple[float | None, str | None]:
+    """Eps, from rows so small that it is nearly all of mean(x^2) + eps, and the name of the attribute that holds it."""
     measured = (gain / q).square() - mean_square
     eps = float(measured.median())
     if not bool(measured.isfinite().all()) or float((measured - eps).abs().max()) > 1e-3 * abs(eps) + float(
@@ -224,40 +240,22 @@ def _eps(
         raise NotRMSNorm("tiny rows are not divided by one constant: its eps is not inside the square root", True)
     if eps <= 1e-3 * float(mean_square.min()):
         # Its own rounding hides eps from 0: zeros tell them apart.
-        return 0.0 if not bool(run(torch.zeros_like(x)).isfinite().all()) else float(torch.finfo(torch.float32).tiny)
+        finite = bool(run(torch.zeros_like(x)).isfinite().all())
+        return (float(torch.finfo(torch.float32).tiny) if finite else 0.0), None
     if eps >= SMALLEST_EPS:
         # Where both terms count, a clamp or an eps beside the root shows.
         scale = (eps / float(x.square().mean())) ** 0.5
         both = run(x * scale).double().reshape(q.shape) / (x * scale).double().reshape(q.shape)
-        if not _close(both, gain * (mean_square / _TINY**2 * scale**2 + eps).rsqrt(), 1e-3):
+        if not close(both, gain * (mean_square / TINY**2 * scale**2 + eps).rsqrt(), 1e-3):
             raise NotRMSNorm("its eps is not added inside the square root", True)
-    named = [value for value in specimen.numbers() if abs(value - eps) <= 1e-3 * eps]
+    named = {name: value for name, value in specimen.numbers().items() if abs(value - eps) <= 1e-3 * eps}
     if named:
-        return min(named, key=lambda value: abs(value - eps))
+        name = min(named, key=lambda name: abs(named[name] - eps))
+        return named[name], name
     if abs(eps - torch.finfo(torch.float32).eps) <= 1e-3 * eps and specimen.attribute("eps") is None:
-        return None
+        return None, "eps" if specimen.has("eps") else None
     for digits in range(3):
         short = float(f"{eps:.{digits}e}")
         if abs(short - eps) <= 1e-4 * eps:
-            return short
-    return eps
-
-
-def _diagnose(run: Callable[[Tensor], Tensor], x: Tensor) -> NotRMSNorm:
-    """Why a function of rows is no RMSNorm."""
-    y = run(x)
-    if not _close(run(x * 4), y, 1e-2):
-        return NotRMSNorm("it does not normalise")
-    if _close(run(x + 4), y, 1e-2):
-        return NotRMSNorm("it subtracts the mean: a LayerNorm", True)
-    if not _close(run(-x), -y, 1e-2):
-        return NotRMSNorm("it adds something, a bias", True)
-    alone = run(x[:1].repeat_interleave(2, 0))[:1]
-    if not _close(alone, y[:1], 1e-2):
-        return NotRMSNorm("its statistics are taken over other dimensions than the last", True)
-    return NotRMSNorm("its statistics are not the root mean square of its input", True)
-
-
-def _close(a: Tensor, b: Tensor, tolerance: float = _CLOSE) -> bool:
-    """Everywhere, in relation to the largest."""
-    return bool((a - b).abs().max() <= tolerance * b.abs().max())
+            return short, None
+    return eps, None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rmsnorm import reference
 from rmsnorm.patching.convention import Convention, Evidence, short
@@ -27,12 +27,20 @@ THEIR_ROUNDINGS = 12.0
 # docs/numerics.md: three roundings of float32 and the last one; where a rounding comes before the weight, one more.
 # Gates add two products and the activation's own two.
 OUR_ROUNDINGS, OUR_GATED_ROUNDINGS = 4.0, 8.0
+# Errors of one rounding are 1/4 unit in the mean, of two they are 1/3: 4/3 times as many, or 1 if they round alike.
+ONE_MORE_ROUNDING = 7 / 6
+# The widest row that is also tried as the channels of an image, which takes its square of elements.
+LARGEST_IMAGE = 1024
 # Of float32, for gradients: sums over the row and the rows, whose terms partly cancel.
 GRADIENT_TOLERANCE = 1e-4
-# Magnitudes of the rows. float32 alone shows eps at work; 16-bit squares of such rows would underflow,
-# and of much larger ones overflow, in modules that take them.
+# Of float32, in the mean over all elements: errors of products cancel, those of three operations in rstd partly.
+SYSTEMATIC = 2.0
+# Magnitudes of the rows. float32 alone shows eps at work, and clamps: 16-bit squares of such rows would underflow or
+# overflow in modules that take them.
 _SCALES = (0.25, 1.0, 4.0)
 _SCALES_BESIDE_EPS = (0.3, 1.0, 3.0)
+_SCALE_BEYOND_CLAMPS = 2.0**30
+_OUTLIER = 16.0
 
 
 def prove(specimen: Specimen, form: Convention) -> Convention:
@@ -72,6 +80,8 @@ def prove(specimen: Specimen, form: Convention) -> Convention:
     if best is None:
         raise NotRMSNorm(f"an RMSNorm ({form}) whose results are not reproduced: {failure}", True)
     _check_training(specimen, best[1], samples[0])
+    _check_special_rows(specimen, best[1], samples[0])
+    _check_dimensions(specimen, best[1], samples[0])
     _check_gradients(specimen, best[1], samples[0])
     return best[1]
 
@@ -79,13 +89,15 @@ def prove(specimen: Specimen, form: Convention) -> Convention:
 def confirm(specimen: Specimen, convention: Convention) -> None:
     """One quick look whether the convention holds for the module's own tensors, in their own dtype.
 
-    Weights that are not there yet, on the meta device or not finite, have nothing to show.
+    Weights that are not there have nothing to show: on the meta device, not finite yet, or spread over processes.
 
     Raises:
         NotRMSNorm: it does not.
     """
     weight = None if convention.weight is None else specimen.tensors[convention.weight]
-    if weight is not None and (weight.is_meta or not weight.isfinite().all()):
+    if weight is not None and (
+        type(weight) not in (Tensor, nn.Parameter) or weight.is_meta or not weight.isfinite().all()
+    ):
         return
     dtype = torch.float32 if weight is None or weight.dtype not in DTYPES else weight.dtype
     sample = _sample(specimen, convention, dtype, None if weight is None else dtype, scales=(1.0,), rows=1)
@@ -111,8 +123,9 @@ def _sample(
         # Below, a row of data would have to be all but zero, where forms that clamp the norm instead of adding eps
         # differ.
         low = max(form.eps or torch.finfo(torch.float32).eps, SMALLEST_EPS) ** 0.5
-        scales = [*scales, *(factor * low for factor in _SCALES_BESIDE_EPS)]
+        scales = [*scales, *(factor * low for factor in _SCALES_BESIDE_EPS), _SCALE_BEYOND_CLAMPS]
     x = torch.randn(len(scales), rows, *shape, generator=generator)
+    x.view(*x.shape[:2], -1)[0, 0, 1] *= _OUTLIER
     x *= torch.tensor(scales).view(-1, 1, *(1 for _ in shape))
     sample = {"x": x}
     if form.activation is not None:
@@ -121,6 +134,7 @@ def _sample(
         # Both signs, and some that are nearly 1 or nearly no offset.
         weight = torch.randn(shape, generator=generator)
         weight.view(-1)[::3] = 1 - form.weight_offset + 0.02 * weight.view(-1)[::3]
+        weight.view(-1)[1] = _OUTLIER
         sample["weight"] = weight
     dtypes = {"x": x_dtype, "gate": x_dtype, "weight": weight_dtype}
     return {name: t.to(specimen.device, dtypes[name]) for name, t in sample.items()}
@@ -156,8 +170,12 @@ def _judge(convention: Convention, sample: dict[str, Tensor], theirs: Tensor) ->
         roundings(theirs, correct, precision),
         roundings(ours, correct, precision),
     )
+    if precision != torch.float32 and _mean_error(ours, correct) > ONE_MORE_ROUNDING * _mean_error(theirs, correct):
+        return NotRMSNorm(f"for {where} it rounds less often than its replacement would", True)
     bound = OUR_ROUNDINGS if convention.activation is None else OUR_GATED_ROUNDINGS
     if evidence.ours <= max(evidence.theirs, bound) and (evidence.apart <= 1 or evidence.theirs <= THEIR_ROUNDINGS):
+        if precision == torch.float32 and abs(_mean_error(theirs, correct, signed=True)) > SYSTEMATIC * 2.0**-24:
+            return NotRMSNorm(f"for {where} its results are off by a factor", True)
         return evidence
     return NotRMSNorm(
         f"for {where} the results are {evidence.apart} units in the last place apart; from exact arithmetic it is "
@@ -204,6 +222,12 @@ def roundings(y: Tensor, correct: Tensor, precision: torch.dtype) -> float:
     return float(((y.double() - correct).abs() / (size * torch.finfo(precision).eps / 2)).max())
 
 
+def _mean_error(y: Tensor, correct: Tensor, signed: bool = False) -> float:
+    """Relative to the exact results; signed, it is positive where results are too far from zero."""
+    error = (y.double() - correct) / correct.abs().clamp_min(torch.finfo(y.dtype).smallest_normal)
+    return float((error * correct.sign() if signed else error.abs()).mean())
+
+
 def units_apart(a: Tensor, b: Tensor, precision: torch.dtype) -> int:
     """The largest distance of two results in units in the last place of a precision."""
     size = torch.maximum(a.double().abs(), b.double().abs()).clamp_min(torch.finfo(a.dtype).smallest_normal)
@@ -214,6 +238,36 @@ def units_apart(a: Tensor, b: Tensor, precision: torch.dtype) -> int:
 def _check_training(specimen: Specimen, convention: Convention, sample: dict[str, Tensor]) -> None:
     if not torch.equal(_run(specimen, convention, sample), _run(specimen, convention, sample, training=True)):
         raise NotRMSNorm("it computes something else in training", True)
+
+
+def _check_special_rows(specimen: Specimen, convention: Convention, sample: dict[str, Tensor]) -> None:
+    """Rows that are not finite stay as visible as they were, and rows of zeros are what they were."""
+    sample = {**sample, "x": sample["x"].clone()}
+    rows = sample["x"].view(*sample["x"].shape[:2], -1)
+    rows[0, 0, 0], rows[0, 1, 0], rows[1, 0] = torch.inf, torch.nan, 0.0
+    theirs = _run(specimen, convention, sample)
+    ours = convention.apply(sample["x"], sample.get("weight"), sample.get("gate"))
+    if not torch.equal(ours.isnan(), theirs.isnan()):
+        raise NotRMSNorm("rows of zeros or with infinities or NaN come out otherwise", True)
+
+
+def _check_dimensions(specimen: Specimen, convention: Convention, sample: dict[str, Tensor]) -> None:
+    """Rows are rows however many dimensions hold them: some modules take those of four for images."""
+    wanted = _run(specimen, convention, sample)
+    row = wanted.shape[2:]
+    many = wanted.shape[:2].numel()
+    leads: list[tuple[int, ...]] = [(many,), (1, *wanted.shape[:2])]
+    if len(row) == 1 and row[0] <= LARGEST_IMAGE:
+        leads.append((1, row[0], 1))  # where a row's size is also that of the channels
+    for lead in leads:
+        index = torch.arange(math.prod(lead)) % many
+        again = {name: t.flatten(0, 1)[index].view(*lead, *row) for name, t in sample.items() if name != "weight"}
+        try:
+            found = _run(specimen, convention, {**sample, **again})
+        except NotRMSNorm:
+            continue  # its own affair: its replacement is more lenient
+        if not torch.allclose(found, wanted.flatten(0, 1)[index].view_as(found), rtol=1e-4):
+            raise NotRMSNorm(f"it computes something else for inputs of {found.dim()} dimensions", True)
 
 
 def _check_gradients(specimen: Specimen, convention: Convention, sample: dict[str, Tensor]) -> None:

@@ -12,13 +12,14 @@ from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rmsnorm.patching.convention import Convention
 from rmsnorm.patching.identifying import examine, is_ours, signature
 from rmsnorm.patching.proof import confirm
 from rmsnorm.patching.report import Entry, Report
-from rmsnorm.patching.specimen import NotRMSNorm, Specimen
+from rmsnorm.patching.specimen import NotRMSNorm, Specimen, require_module, undisturbed, unfit
 
 
 def patch(model: nn.Module) -> Report:
@@ -33,8 +34,8 @@ def patch(model: nn.Module) -> Report:
     1
 
     Parameters, `state_dict`, attributes, hooks and `isinstance` stay as they are. Calls that the proof does not cover
-    (another pair of dtypes, another width, further arguments) run the module's own forward. A second call changes
-    nothing.
+    (another pair of dtypes, another width, further arguments, an eps that has changed since) run the module's own
+    forward; an eps in a buffer is taken as it is now. A second call changes nothing.
 
     Args:
         model: any module; those inside it that are RMSNorms by what they compute are replaced (see `identify`).
@@ -42,6 +43,7 @@ def patch(model: nn.Module) -> Report:
     Returns:
         What was found and replaced, how it was proved, and what was left alone and why; it prints as a table.
     """
+    require_module("model", model)
     entries = []
     others = 0
     for entry, module in survey(model):
@@ -60,17 +62,25 @@ def survey(model: nn.Module) -> Iterator[tuple[Entry, nn.Module]]:
     known: dict[Hashable, Convention | NotRMSNorm] = {}
     for name, module in model.named_modules():
         class_name = getattr(type(module), "_rmsnorm_original", type(module)).__name__
+        if isinstance(module, torch.jit.ScriptModule):
+            class_name = module.original_name
         if is_ours(module) or is_patched(module):
             convention = getattr(type(module), "_rmsnorm_convention", None) or _examined(module)
             found = None if isinstance(convention, NotRMSNorm) else convention
             yield Entry(name, class_name, found, reason="uses this library already"), module
             continue
-        key = signature(module)
-        if key not in known:
-            known[key] = _examined(module)
-        found = known[key]
+        if ".parametrizations." in f".{name}":
+            yield Entry(name, class_name, None), module  # it makes a weight
+            continue
+        found = unfit(module)
+        if found is None:
+            key = signature(module)
+            if key not in known:
+                known[key] = _examined(module)
+            found = known[key]
         if isinstance(found, Convention):
-            found = _confirmed(module, found)
+            with undisturbed():
+                found = _confirmed(module, found)
         if isinstance(found, Convention):
             yield Entry(name, class_name, found), module
         elif found.normalises or "norm" in class_name.lower():
@@ -85,6 +95,7 @@ def unpatch(model: nn.Module) -> int:
     Raises:
         ValueError: a patched module has been given yet another class since (by a parametrisation or by FSDP).
     """
+    require_module("model", model)
     patched = {name: module for name, module in model.named_modules() if is_patched(module)}
     for name, module in patched.items():
         if "_rmsnorm_original" not in vars(type(module)):
@@ -130,7 +141,8 @@ def _subclass_of(cls: type[nn.Module], convention: Convention, pairs: frozenset[
         inputs = args if not kwargs else _positional(args, kwargs, names)
         if inputs is not None and len(inputs) == len(names):
             weight = None if convention.weight is None else getattr(self, convention.weight)
-            if _covered(inputs, weight, convention, pairs):
+            known = convention.eps_name is None or getattr(self, convention.eps_name) == convention.eps
+            if known and _covered(inputs, weight, convention, pairs):
                 return convention.apply(inputs[0], weight, *inputs[1:])
         return own_forward(self, *args, **kwargs)
 

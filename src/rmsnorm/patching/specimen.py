@@ -5,11 +5,15 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+COMPUTED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class NotRMSNorm(Exception):
@@ -20,6 +24,32 @@ class NotRMSNorm(Exception):
         self.normalises = normalises
 
 
+def require_module(name: str, module: nn.Module) -> None:
+    """Raise TypeError if it is anything else."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{name} must be a torch.nn.Module, got {type(module).__name__}")
+
+
+def unfit(module: nn.Module) -> NotRMSNorm | None:
+    """Why a module cannot be run as a specimen, if so."""
+    own = {**module._parameters, **module._buffers}
+    parametrized = getattr(module, "parametrizations", None)
+    if isinstance(module, torch.jit.ScriptModule):
+        return NotRMSNorm("it is compiled by TorchScript: patch before")
+    if "forward" in vars(module):
+        return NotRMSNorm("its forward was replaced on the instance, as accelerate's hooks do: patch before")
+    if isinstance(parametrized, nn.ModuleDict):
+        return NotRMSNorm(f"its {', '.join(parametrized)} is parametrized: patch before, or remove that")
+    if any(t is not None and is_lazy(t) for t in own.values()):
+        return NotRMSNorm("its tensors have no shape yet: run the model once before")
+    for name, t in own.items():
+        if t is not None and t.is_floating_point() and t.dtype not in COMPUTED:
+            return NotRMSNorm(f"its {name} is {str(t.dtype).removeprefix('torch.')}: nothing is proved in that")
+    if any(True for child in module.children() for _ in (*child.parameters(), *child.buffers())):
+        return NotRMSNorm("it has submodules with parameters of their own")
+    return None
+
+
 class Specimen:
     """A stand-in for a module: its class and attributes, with other tensors, without its hooks.
 
@@ -27,15 +57,23 @@ class Specimen:
     """
 
     def __init__(self, module: nn.Module, cls: type[nn.Module] | None = None) -> None:
+        if reason := unfit(module):
+            raise reason
         cls = cls or type(module)
-        if "forward" in vars(module):
-            raise NotRMSNorm("its forward was replaced on the instance")
-        if any(True for child in module.children() for _ in (*child.parameters(), *child.buffers())):
-            raise NotRMSNorm("it has submodules with parameters of their own")
-        own = {**module._parameters, **module._buffers}
-        self.tensors = {name: t for name, t in own.items() if t is not None and t.is_floating_point()}
+        own = {name: t for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
+        self.tensors = {name: t for name, t in own.items() if t.is_floating_point()}
+        self.attributes = {name: t for name, t in vars(module).items() if isinstance(t, Tensor)}
+        # What a probe does not choose the values of: single numbers, integers, tensors that are only attributes.
+        self.constants = {name: t for name, t in own.items() if not t.is_floating_point() or t.numel() == 1}
+        self.constants |= self.attributes
+        self.learned = [name for name in self.constants if name in module._parameters]
+        self.unknown = [name for name, t in self.constants.items() if t.is_meta]
+        for name in self.unknown:
+            self.constants[name] = torch.ones_like(self.constants[name], device="cpu")
+            if name in self.tensors:
+                self.tensors[name] = self.constants[name] * 1e-3
         self._module, self._class = module, cls
-        on = next((t.device for t in own.values() if t is not None), torch.device("cpu"))
+        on = next((t.device for t in own.values()), torch.device("cpu"))
         self.device = torch.device("cpu") if on.type == "meta" else on
         self.inputs = self.input_names(cls)
 
@@ -45,24 +83,31 @@ class Specimen:
         parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
         return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
 
+    def has(self, name: str) -> bool:
+        """Whether the module has an attribute of that name."""
+        return hasattr(self._module, name)
+
     def attribute(self, name: str) -> Any:
         """An attribute of the module, or None."""
         return getattr(self._module, name, None)
 
-    def numbers(self) -> list[float]:
+    def numbers(self) -> dict[str, float]:
         """The numbers among its attributes: one of them is likely its eps."""
-        return [float(value) for value in vars(self._module).values() if type(value) in (int, float)]
+        return {name: float(value) for name, value in vars(self._module).items() if type(value) in (int, float)}
 
     def run(
         self, *inputs: Tensor, tensors: Mapping[str, Tensor] | None = None, training: bool = False, grad: bool = False
     ) -> Tensor:
         """The module's result, with `tensors` for some of its own and the others in the first input's dtype."""
-        values = {name: t.to(inputs[0].dtype) for name, t in self.tensors.items() if name not in (tensors or {})}
-        clone = _clone(self._module, self._class, {**values, **(tensors or {})}, training)
         devices = [self.device] if self.device.type == "cuda" else []
+        # Copies, because it may write to them.
+        values = {name: t.detach().to(inputs[0].dtype, copy=True) for name, t in self.tensors.items()}
+        values |= {name: t.detach().clone() for name, t in self.constants.items() if name not in values}
+        clone = _clone(self._module, self._class, {**values, **(tensors or {})}, training)
+        before, written = dict(vars(clone)), _versions(clone)
+        versions = [t._version for t in inputs]
         with (
             torch.random.fork_rng(devices),
-            torch.inference_mode(False),
             torch.set_grad_enabled(grad),
             torch.autocast(self.device.type, enabled=False),
             warnings.catch_warnings(),
@@ -78,16 +123,42 @@ class Specimen:
             raise NotRMSNorm(f"it returns {type(y).__name__}, not a tensor")
         if y.shape != inputs[0].shape or not y.is_floating_point():
             raise NotRMSNorm("its result has another shape or kind than its input")
+        if versions != [t._version for t in inputs]:
+            raise NotRMSNorm("it writes to its input", True)
+        changed = [name for name, value in vars(clone).items() if before.get(name) is not value]
+        changed += [name for name, at in _versions(clone).items() if written.get(name) != at]
+        if changed:
+            raise NotRMSNorm(f"it changes its {changed[0]} as it runs", True)
         return y
 
 
+def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Which tensors a module has, and how often each was written to."""
+    own = {**vars(module), **module._parameters, **module._buffers}
+    return {name: (id(t), t._version) for name, t in own.items() if isinstance(t, Tensor)}
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Inside, new tensors are what a probe expects them to be, whatever the caller has set."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        # Every call of torch pays for a device that is set, so it is only where it must be.
+        cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+        with torch.inference_mode(False), cpu:
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 def _clone(module: nn.Module, cls: type[nn.Module], tensors: Mapping[str, Tensor], training: bool) -> nn.Module:
-    clone = cls.__new__(cls)
+    clone = object.__new__(cls)  # some classes, FSDP's for one, build a whole module in their own
     state: dict[str, Any] = {}
     for name, value in vars(module).items():
         if isinstance(value, (dict, list, set)):
             value = OrderedDict() if name.endswith(("_hooks", "_hooks_with_kwargs")) else value.copy()
-        state[name] = value
+        state[name] = tensors.get(name, value)
     for kind in ("_parameters", "_buffers"):
         state[kind] = {name: tensors.get(name, t) for name, t in state[kind].items()}
     state["_modules"] = {

@@ -57,6 +57,8 @@ def table(source: str, notes: list[str], norms: list[Norm]) -> str:
             lines += ["", title]
         for text, names in by_text.items():
             lines.append(f"  {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {text}")
-    if not any(norm.warnings for norm in norms):
+    if not norms:
+        lines += ["", "No RMSNorm found."]
+    elif not any(norm.warnings for norm in norms):
         lines += ["", f"{len(norms)} norms, nothing looks wrong."]
     return "\n".join(lines)

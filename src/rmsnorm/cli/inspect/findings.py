@@ -50,12 +50,16 @@ def _examine(norm: Norm, weight: Tensor | None, eps_of_config: Sequence[float], 
     wide = weight.detach().float().flatten()
     warnings += _warnings(wide, norm.weight_offset, offsets)
     notes += _notes(wide, weight.dtype, norm.weight_offset, offsets)
+    finite = wide[wide.isfinite()]
+    low, median, high = (
+        (float(finite.min()), float(finite.median()), float(finite.max())) if len(finite) else (None, None, None)
+    )
     return replace(
         norm,
         dtype=str(weight.dtype).removeprefix("torch."),
-        low=float(wide.min()),
-        high=float(wide.max()),
-        median=float(wide.median()),
+        low=low,
+        high=high,
+        median=median,
         warnings=warnings,
         notes=notes,
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,25 @@ def _folder(path: Path, step: Callable[[str], None]) -> Found:
     config = path / "config.json"
     if not weights and not config.is_file():
         raise CannotRun(f"{path} has neither config.json nor .safetensors files; TARGET is {_ALLOWED}")
+    _check_shards(path, weights)
     return _files(path, weights, config, step)
+
+
+def _check_shards(path: Path, weights: list[Path]) -> None:
+    """All that the index names are there; without an index, as many as their own names say."""
+    there = {file.name for file in weights}
+    for index in sorted(path.glob("*.safetensors.index.json")):
+        named = _json(index).get("weight_map")
+        if not isinstance(named, dict):
+            raise CannotRun(f"{index} has no weight_map")
+        if missing := sorted(set(map(str, named.values())) - there):
+            raise CannotRun(f"{path} is not complete: {index.name} names {', '.join(missing)}")
+    for file in weights:
+        if match := re.fullmatch(r"(.*-)(\d+)-of-(\d+)(\..*)", file.name):
+            stem, number, count, suffix = match.groups()
+            others = (f"{stem}{i:0{len(number)}}-of-{count}{suffix}" for i in range(1, int(count) + 1))
+            if missing := [name for name in others if name not in there][:3]:
+                raise CannotRun(f"{path} is not complete: {file.name} is there, {missing[0]} is not")
 
 
 def _files(source: Path, weights: list[Path], config: Path, step: Callable[[str], None]) -> Found:
@@ -79,13 +99,23 @@ def _files(source: Path, weights: list[Path], config: Path, step: Callable[[str]
             model = _model_of(config, notes)
         else:
             notes.append('transformers is not installed: conventions are unknown; try: pip install "rmsnorm[demo]"')
+        if not weights:
+            notes.append("There are no .safetensors files: weights are unknown.")
+    if model is None and not tensors:
+        raise CannotRun(f"{source}: {notes[0]}")
     if model is None:
         return Found(str(source), [(_unknown(n, t), t) for n, t in tensors.items()], eps, notes)
-    norms = _norms_of(model)
-    used = [(norm, _weight_named(tensors, key)) for norm, key, _ in norms]
-    if weights and any(t is None and key is not None for (_, t), (_, key, _) in zip(used, norms, strict=True)):
+    used = [(norm, _weight_named(tensors, key), key) for norm, key, _ in _norms_of(model)]
+    if weights and any(t is None and key is not None for _, t, key in used):
         notes.append("Some norms of the model have no weight of their name in the checkpoint.")
-    return Found(str(source), used, eps, notes)
+    return Found(str(source), [(_sized(norm, t), t) for norm, t, _ in used], eps, notes)
+
+
+def _sized(norm: Norm, t: Tensor | None) -> Norm:
+    if t is None or norm.width in (None, t.numel()):
+        return norm
+    text = f"the checkpoint's weight has {t.numel()} elements, the model's norm {norm.width}"
+    return replace(norm, warnings=[*norm.warnings, text])
 
 
 def _gguf(path: Path, step: Callable[[str], None]) -> Found:
@@ -107,17 +137,28 @@ def _callable(target: str, step: Callable[[str], None]) -> Found:
     sys.path.insert(0, "")
     try:
         made = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise CannotRun(f"{target} cannot be imported: {error}") from None
+    except Exception as error:  # a stranger's module may raise anything
+        raise CannotRun(f"{target} cannot be imported: {_said(error)}") from None
     finally:
         sys.path.pop(0)
-    model = made if isinstance(made, nn.Module) else made()
+    try:
+        model = made if isinstance(made, nn.Module) else made()
+    except Exception as error:  # and so may its function
+        raise CannotRun(f"{target} fails: {_said(error)}") from None
     if not isinstance(model, nn.Module):
         raise CannotRun(f"{target} returns {type(model).__name__}, not a torch.nn.Module")
     step("running the norms")
     config: Any = getattr(model, "config", None)
     eps = _eps_values(config.to_dict()) if hasattr(config, "to_dict") else []
     return Found(target, [(norm, weight) for norm, _, weight in _norms_of(model)], eps, [])
+
+
+def _said(error: Exception) -> str:
+    """What an exception says, in one line, and where in other people's code."""
+    text = f"{type(error).__name__}: {error}".partition("\n")[0]
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [frame for frame in frames if "importlib" not in frame.filename]
+    return f"{text} ({own[-1].filename}:{own[-1].lineno})" if own else text
 
 
 def _norms_of(model: nn.Module) -> list[tuple[Norm, str | None, Tensor | None]]:
@@ -156,8 +197,8 @@ def _weight_named(tensors: dict[str, Tensor], key: str | None) -> Tensor | None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise CannotRun(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):
         raise CannotRun(f"{path} must hold a JSON object, got {type(content).__name__}")
@@ -166,7 +207,15 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _eps_values(config: dict[str, Any]) -> list[float]:
     """Every eps in a configuration, those of its parts included."""
-    found = [float(config[name]) for name in _EPS_NAMES if isinstance(config.get(name), (int, float, str))]
+    found = []
+    for name in _EPS_NAMES:
+        value = config.get(name)
+        if value is None:
+            continue
+        try:
+            found.append(float(value))
+        except (TypeError, ValueError):
+            raise CannotRun(f"{name} in the configuration must be a number, got {value!r}") from None
     for part in config.values():
         if isinstance(part, dict):
             found += _eps_values(part)
@@ -179,7 +228,10 @@ def _model_of(config_file: Path, notes: list[str]) -> nn.Module | None:
 
     transformers.logging.set_verbosity_error()
     try:
-        config = transformers.AutoConfig.from_pretrained(str(config_file), local_files_only=True)
+        # Code beside the weights is never run; left open, transformers would ask on the terminal.
+        config = transformers.AutoConfig.from_pretrained(
+            str(config_file), local_files_only=True, trust_remote_code=False
+        )
         cls = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
         with torch.device("meta"):
             return cls(config) if cls is not None else transformers.AutoModel.from_config(config)  # type: ignore[no-any-return]
