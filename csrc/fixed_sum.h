@@ -22,6 +22,13 @@ T* row(Rows rows, int64_t index) {
     return static_cast<T*>(rows.data) + index * rows.stride;
 }
 
+// A group of a row, the groups of all rows counted through.
+template <class T>
+T* group(Rows rows, int64_t index, int64_t groups, int64_t cols) {
+    if (groups == 1 || !rows.data) return row<T>(rows, index);
+    return row<T>(rows, index / groups) + index % groups * cols;
+}
+
 // Into the second-level cache: the first is full of the rows at work.
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 inline void prefetch_to_write(const void* p) { __builtin_prefetch(p, 1, 2); }

@@ -16,6 +16,7 @@
 
 #include "backward.h"
 #include "forward.h"
+#include "gated.h"
 
 namespace {
 
@@ -84,6 +85,16 @@ void rebuild(const Rebuild& f) {
     });
 }
 
+void gated_forward(const GatedForward& g) {
+    Ieee arithmetic;
+    with_type(g.norm.x_type, [&](auto x) { gated_forward_rows<decltype(x)>(g); });
+}
+
+void gated_backward(const GatedBackward& g) {
+    Ieee arithmetic;
+    with_type(g.norm.x_type, [&](auto x) { gated_backward_rows<decltype(x)>(g); });
+}
+
 void gain(const void* weight, Dtype dtype, float offset, float* result, int64_t cols) {
     Ieee arithmetic;
     with_type(dtype, [&](auto w) { gain_of(static_cast<const decltype(w)*>(weight), offset, result, cols); });
@@ -104,6 +115,7 @@ void round(const float* values, void* result, Dtype dtype, int64_t cols) {
 namespace rmsnorm {
 
 extern const Kernels RMSNORM_TABLE;  // kernels_<isa>, which isa.cpp knows
-const Kernels RMSNORM_TABLE = {isa_name, forward, backward, rebuild, gain, accumulate, round};
+const Kernels RMSNORM_TABLE = {isa_name,       forward, backward,   rebuild, gated_forward,
+                               gated_backward, gain,    accumulate, round};
 
 }  // namespace rmsnorm

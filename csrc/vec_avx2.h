@@ -21,6 +21,8 @@ inline F32 add(F32 a, F32 b) { return _mm256_add_ps(a, b); }
 inline F32 sub(F32 a, F32 b) { return _mm256_sub_ps(a, b); }
 inline F32 mul(F32 a, F32 b) { return _mm256_mul_ps(a, b); }
 inline F32 div(F32 a, F32 b) { return _mm256_div_ps(a, b); }
+// Of a NaN and a number both instructions give the second.
+inline F32 clamp(F32 v, float limit) { return _mm256_max_ps(set(-limit), _mm256_min_ps(set(limit), v)); }
 
 inline __m256i first(int64_t n) {
     const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -139,6 +141,12 @@ float largest(Bits m, T) {
 inline F64 set64(double v) { return _mm256_set1_pd(v); }
 inline F64 sub(F64 a, F64 b) { return _mm256_sub_pd(a, b); }
 inline F64 add(F64 a, F64 b) { return _mm256_add_pd(a, b); }
+inline F64 mul(F64 a, F64 b) { return _mm256_mul_pd(a, b); }
+inline F64 div(F64 a, F64 b) { return _mm256_div_pd(a, b); }
+inline F64 times_two_to(F64 v, F64 n) {
+    return _mm256_castsi256_pd(
+        _mm256_add_epi64(_mm256_castpd_si256(v), _mm256_slli_epi64(_mm256_castpd_si256(n), 52)));
+}
 inline double total(F64 v) {
     __m128d r = _mm_add_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
     return _mm_cvtsd_f64(_mm_add_sd(r, _mm_unpackhi_pd(r, r)));
@@ -148,6 +156,7 @@ inline void widen(F32 v, F64& low, F64& high) {
     low = _mm256_cvtps_pd(_mm256_castps256_ps128(v));
     high = _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1));
 }
+inline F32 narrow(F64 low, F64 high) { return _mm256_set_m128(_mm256_cvtpd_ps(high), _mm256_cvtpd_ps(low)); }
 inline F64 wide4(__m128i lanes) { return _mm256_cvtps_pd(_mm_castsi128_ps(lanes)); }
 
 // 2N elements as four vectors, in any order.

@@ -21,6 +21,7 @@ inline F32 add(F32 a, F32 b) { return vaddq_f32(a, b); }
 inline F32 sub(F32 a, F32 b) { return vsubq_f32(a, b); }
 inline F32 mul(F32 a, F32 b) { return vmulq_f32(a, b); }
 inline F32 div(F32 a, F32 b) { return vdivq_f32(a, b); }
+inline F32 clamp(F32 v, float limit) { return vmaxq_f32(vminq_f32(v, set(limit)), set(-limit)); }
 
 inline F32 widen(uint16x4_t words, bf16) { return vreinterpretq_f32_u32(vshll_n_u16(words, 16)); }
 inline F32 widen(uint16x4_t words, f16) { return vcvt_f32_f16(vreinterpret_f16_u16(words)); }
@@ -102,12 +103,19 @@ float largest(Bits m, T) {
 inline F64 set64(double v) { return vdupq_n_f64(v); }
 inline F64 add(F64 a, F64 b) { return vaddq_f64(a, b); }
 inline F64 sub(F64 a, F64 b) { return vsubq_f64(a, b); }
+inline F64 mul(F64 a, F64 b) { return vmulq_f64(a, b); }
+inline F64 div(F64 a, F64 b) { return vdivq_f64(a, b); }
+inline F64 times_two_to(F64 v, F64 n) {
+    return vreinterpretq_f64_u64(
+        vaddq_u64(vreinterpretq_u64_f64(v), vshlq_n_u64(vreinterpretq_u64_f64(n), 52)));
+}
 inline double total(F64 v) { return vaddvq_f64(v); }
 inline F64 fma_down(F64 a, F64 b, F64 sum) { return vfmaq_f64(sum, a, b); }
 inline void widen(F32 v, F64& low, F64& high) {
     low = vcvt_f64_f32(vget_low_f32(v));
     high = vcvt_high_f64_f32(v);
 }
+inline F32 narrow(F64 low, F64 high) { return vcvt_high_f32_f64(vcvt_f32_f64(low), high); }
 
 // 2N elements as four vectors, in any order.
 template <class T>

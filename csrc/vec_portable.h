@@ -12,6 +12,9 @@
 //   round_to     to bf16 or f16 and back
 //   fma_down     floor-and-accumulate: a * b + sum toward zero, for sums that stay positive
 //   load_wide    2N elements as four F64, in any order
+//   clamp        to [-limit, limit]; NaN stays
+//   widen, narrow  N floats as two F64 and back, to nearest
+//   times_two_to   a * 2^n, given n + 1.5 * 2^52, whose last bits are those of n
 #pragma once
 
 #include <cmath>
@@ -53,6 +56,11 @@ RMSNORM_LANEWISE(sub, -)
 RMSNORM_LANEWISE(mul, *)
 RMSNORM_LANEWISE(div, /)
 #undef RMSNORM_LANEWISE
+
+inline F32 clamp(F32 a, float limit) {
+    for (auto& v : a.v) v = v > limit ? limit : v < -limit ? -limit : v;
+    return a;
+}
 
 template <class T>
 F32 load(const T* p) {
@@ -139,12 +147,18 @@ inline F64 set64(double s) {
     for (auto& v : r.v) v = s;
     return r;
 }
-inline F64 add(F64 a, F64 b) {
-    for (int64_t i = 0; i < N / 2; ++i) a.v[i] += b.v[i];
-    return a;
-}
-inline F64 sub(F64 a, F64 b) {
-    for (int64_t i = 0; i < N / 2; ++i) a.v[i] -= b.v[i];
+#define RMSNORM_LANEWISE(name, op)                                     \
+    inline F64 name(F64 a, F64 b) {                                    \
+        for (int64_t i = 0; i < N / 2; ++i) a.v[i] = a.v[i] op b.v[i]; \
+        return a;                                                      \
+    }
+RMSNORM_LANEWISE(add, +)
+RMSNORM_LANEWISE(sub, -)
+RMSNORM_LANEWISE(mul, *)
+RMSNORM_LANEWISE(div, /)
+#undef RMSNORM_LANEWISE
+inline F64 times_two_to(F64 a, F64 n) {
+    for (int64_t i = 0; i < N / 2; ++i) a.v[i] = double_of(bits_of(a.v[i]) + (bits_of(n.v[i]) << 52));
     return a;
 }
 inline double total(F64 a) {
@@ -159,6 +173,11 @@ inline F64 fma_down(F64 a, F64 b, F64 sum) {
 }
 inline void widen(F32 a, F64& low, F64& high) {
     for (int64_t i = 0; i < N / 2; ++i) low.v[i] = a.v[i], high.v[i] = a.v[N / 2 + i];
+}
+inline F32 narrow(F64 low, F64 high) {
+    F32 r;
+    for (int64_t i = 0; i < N / 2; ++i) r.v[i] = float(low.v[i]), r.v[N / 2 + i] = float(high.v[i]);
+    return r;
 }
 template <class T>
 void load_wide(const T* p, F64 (&v)[4]) {

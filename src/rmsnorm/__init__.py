@@ -7,10 +7,11 @@ from importlib.metadata import version as _version
 
 from rmsnorm.comparison import compare_normalization
 from rmsnorm.conversion import fold_offset, unfold_offset
-from rmsnorm.functional import add_rms_norm, compile_as, rms_norm
+from rmsnorm.functional import add_rms_norm, rms_norm
 from rmsnorm.gating import GatedRMSNorm, gated_rms_norm
 from rmsnorm.module import RMSNorm
 from rmsnorm.patching import Convention, Report, identify, patch, unpatch
+from rmsnorm.transforms import compile_as
 
 __version__ = _version("rmsnorm")
 

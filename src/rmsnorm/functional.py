@@ -27,20 +27,6 @@ _forward_mode = torch.autograd.forward_ad
 _grad_enabled = torch.is_grad_enabled
 _count_change = torch.autograd.graph.increment_version  # the operator does not: see autograd's check of what it saved
 _FLOAT64 = torch.float64
-_compile_as = "kernels"
-
-
-def compile_as(way: str) -> None:
-    """What `torch.compile` makes of a norm from now on (docs/compile.md).
-
-    Args:
-        way: "kernels" (default), which have the bits of eager code; or "formula", which the compiler fuses with its
-            neighbours, and whose bits depend on them.
-    """
-    global _compile_as
-    if way not in ("kernels", "formula"):
-        raise ValueError(f"way must be 'kernels' or 'formula', got {way!r}")
-    _compile_as = way
 
 
 def rms_norm(
@@ -118,10 +104,10 @@ def rms_norm(
                 return _forward(x, weight, eps, weight_offset, _CODES[rounding])  # type: ignore[no-any-return]
     except (AttributeError, KeyError, RuntimeError, TypeError):
         pass
-    if group_size is not None:
-        return _normalize_groups(x, weight, eps, weight_offset, rounding, normalized_shape, group_size, out)
     if out is not None:
-        return _write_out(out, x, weight, eps, weight_offset, rounding, normalized_shape)
+        return _write_out(out, x, weight, eps, weight_offset, rounding, normalized_shape, group_size)
+    if group_size is not None:
+        return _normalize_groups(x, weight, eps, weight_offset, rounding, normalized_shape, group_size)
     return normalize(x, None, weight, eps, weight_offset, rounding, normalized_shape)[0]
 
 
@@ -209,7 +195,7 @@ def _normalize_rows(
         return sharding.normalize(x, residual, weight, eps, weight_offset, code)  # type: ignore[arg-type]
     if x.is_nested and isinstance(x.shape[-1], int) and x.lengths() is None:  # type: ignore[attr-defined]
         return _normalize_jagged(x, residual, weight, eps, weight_offset, code)
-    if _needs_plain_operations(x, residual, weight, transforming):
+    if transforms.need_plain_operations(x, residual, weight):
         if residual is not None:
             x = h = x + residual
         return formula.forward(x, weight, eps, weight_offset, rounding), h
@@ -251,19 +237,6 @@ def _normalize_jagged(
     return jagged(y), None if h is None else jagged(h)
 
 
-def _needs_plain_operations(x: Tensor, residual: Tensor | None, weight: Tensor | None, transforming: bool) -> bool:
-    """Whether only operations that PyTorch itself knows will do."""
-    compiling = torch.compiler.is_compiling()
-    if torch.compiler.is_exporting() or _forward_mode._current_level >= 0:
-        return True
-    # The compiler would unroll the reference's sums, and traces no `autograd.Function` under functorch.
-    if compiling and (_compile_as == "formula" or transforming or x.dtype == torch.float64):
-        return True
-    if transforming and not transforms.only_reverse_mode_and_vmap():
-        return True
-    return any(transforms.dispatches_itself(t) for t in (x, residual, weight) if t is not None)
-
-
 def _write_out(
     out: Tensor,
     x: Tensor,
@@ -272,8 +245,9 @@ def _write_out(
     weight_offset: float,
     rounding: str,
     normalized_shape: int | Sequence[int] | None,
+    group_size: int | None,
 ) -> Tensor:
-    """What the operator does not take: several dimensions, strided columns, float64; and what it must not."""
+    """What the operator does not take: several dimensions, strided columns, float64, groups; and what it must not."""
     if _functorch_active() or _forward_mode._current_level >= 0:
         raise ValueError("out is for inference: leave it out inside torch.func transforms and forward-mode derivatives")
     if isinstance(out, Tensor) and transforms.dispatches_itself(out):
@@ -283,6 +257,8 @@ def _write_out(
     checks.check_out(out, x, weight, reference.result_dtype(x, weight, rounding))
     if _grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, out)):
         raise ValueError("out is for inference: call under torch.no_grad(), or leave it out where a gradient is needed")
+    if group_size is not None:
+        return out.copy_(_normalize_groups(x, weight, eps, weight_offset, rounding, normalized_shape, group_size))
     return out.copy_(normalize(x, None, weight, eps, weight_offset, rounding, normalized_shape)[0])
 
 
@@ -294,10 +270,11 @@ def _normalize_groups(
     rounding: str,
     normalized_shape: int | Sequence[int] | None,
     group_size: int,
-    out: Tensor | None,
 ) -> Tensor:
+    if normalized_shape is None:
+        y = gating.direct(x, None, weight, eps, weight_offset, rounding, group_size)
+        if y is not None:
+            return y
     if checks.check_inputs(x, weight, normalized_shape) != 1:
         raise ValueError("group_size divides the last dimension: weight and normalized_shape must have one dimension")
-    if out is not None:
-        raise ValueError("out is not offered together with group_size")
     return gating.normalize_groups(x, None, weight, eps, weight_offset, rounding, group_size)

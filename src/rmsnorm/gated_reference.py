@@ -12,8 +12,6 @@ library.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -21,10 +19,8 @@ from rmsnorm import reference
 
 ACTIVATIONS = ("silu", "sigmoid")
 
-# exp(r) for |r| <= ln(2)/2 to within 2^-38: its Taylor series, the last term first.
-_EXP_SERIES = tuple(1.0 / math.factorial(n) for n in range(10, -1, -1))
-_LOG2_E = 1.0 / math.log(2.0)
-_LN_2 = math.log(2.0)
+_LOG2_E = 1.4426950408889634
+_LN_2 = 0.6931471805599453
 # Beyond it the sigmoid is 0 or 1 in float32, and 2^n is an ordinary float64.
 _LARGEST_EXPONENT = 200.0
 
@@ -138,17 +134,23 @@ def activate(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 
 def _sigmoid(z: Tensor) -> Tensor:
-    """1 / (1 + exp(-z)) in float64, with exp(t) = 2^n * exp(r), t = n * ln(2) + r; rounded to z's dtype."""
+    """exp(z) / (1 + exp(z)) in float64, rounded to z's dtype.
+
+    exp(z) = 2^n * exp(r) with |r| <= ln(2)/2, and exp(r) = (p + q) / (p - q), its Pade approximant of order [4/4],
+    right to within 2^-38. That takes half as many operations as a polynomial would, and one division in all:
+
+        sigmoid(z) = 2^n * (p + q) / ((p - q) + 2^n * (p + q))
+    """
     if z.dtype == torch.float64:
         return torch.sigmoid(z)
-    t = (-z.double()).clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
-    n = torch.round(t * _LOG2_E)
-    r = t - n * _LN_2
-    series = torch.full_like(r, _EXP_SERIES[0])
-    for coefficient in _EXP_SERIES[1:]:
-        series = series * r + coefficient
-    exponential = series * reference._power_of_two(n.nan_to_num().to(torch.int64))
-    return (1.0 / (1.0 + exponential)).to(z.dtype)
+    wide = z.double().clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+    n = torch.round(wide * _LOG2_E)
+    r = wide - n * _LN_2
+    square = r * r
+    p = (square + 180.0) * square + 1680.0
+    q = (square * 20.0 + 840.0) * r
+    e = (p + q) * reference._power_of_two(n.nan_to_num().to(torch.int64))
+    return (e / ((p - q) + e)).to(z.dtype)
 
 
 def _gate_first(x: Tensor, act: Tensor | None, norm_before_gate: bool) -> Tensor:

@@ -17,13 +17,33 @@ from rmsnorm._ops import operators
 _KNOWN = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Vmap)
 
 
-def in_force() -> bool:
-    """Inside functorch (vmap, grad, jvp), forward-mode differentiation or export."""
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch.compiler.is_exporting()
-    )
+_compile_as = "kernels"
+
+
+def compile_as(way: str) -> None:
+    """What `torch.compile` makes of a norm from now on (docs/compile.md).
+
+    Args:
+        way: "kernels" (default), which have the bits of eager code; or "formula", which the compiler fuses with its
+            neighbours, and whose bits depend on them.
+    """
+    global _compile_as
+    if way not in ("kernels", "formula"):
+        raise ValueError(f"way must be 'kernels' or 'formula', got {way!r}")
+    _compile_as = way
+
+
+def need_plain_operations(*tensors: Tensor | None) -> bool:
+    """Whether only operations that PyTorch itself knows will do; the first is x."""
+    compiling, transforming = torch.compiler.is_compiling(), torch._C._are_functorch_transforms_active()
+    if torch.compiler.is_exporting() or torch.autograd.forward_ad._current_level >= 0:
+        return True
+    # The compiler would unroll the reference's sums, and traces no `autograd.Function` under functorch.
+    if compiling and (_compile_as == "formula" or transforming or tensors[0].dtype == torch.float64):  # type: ignore[union-attr]
+        return True
+    if transforming and not only_reverse_mode_and_vmap():
+        return True
+    return any(dispatches_itself(t) for t in tensors if t is not None)
 
 
 def dispatches_itself(t: Tensor) -> bool:
