@@ -32,24 +32,23 @@ float weigh_row(const DY* dy, const float* gain, float* u, int64_t cols) {
     return largest(max_bits(a, b, float{}), float{});
 }
 
-// dx of group `g` of `count` rows, and their terms of dweight in row order.
+// dx of `count` rows, and their terms of dweight in row order.
 template <class DY, class X, int64_t count>
-void finish_rows(const Backward& b, int64_t r0, int64_t g, const float* k) {
+void finish_rows(const Backward& b, int64_t r0, const float* k) {
     const X* x[count];
     const X* dh[count];
     const DY* dy[count];
     X* dx[count];
     F32 rstd[count], slope[count];
     for (int64_t r = 0; r < count; ++r) {
-        const int64_t index = (r0 + r) * b.groups + g;
-        x[r] = group<X>(b.x, index, b.groups, b.cols), dy[r] = group<DY>(b.dy, index, b.groups, b.cols);
-        dx[r] = group<X>(b.dx, index, b.groups, b.cols), dh[r] = group<X>(b.dh, index, b.groups, b.cols);
-        rstd[r] = set(b.rstd[index]), slope[r] = set(k[r]);
+        x[r] = row<X>(b.x, r0 + r), dy[r] = row<DY>(b.dy, r0 + r), dx[r] = row<X>(b.dx, r0 + r);
+        dh[r] = row<X>(b.dh, r0 + r);
+        rstd[r] = set(b.rstd[(r0 + r) * b.groups]), slope[r] = set(k[r]);
     }
     const bool want_dx = b.dx.data, want_dweight = b.dweight, add_dh = b.dh.data;
+    const float* const gains = b.gain;
+    float* const dweight = b.dweight;
     const int64_t cols = b.cols;
-    const float* const gains = b.gain ? b.gain + g * cols : nullptr;
-    float* const dweight = want_dweight ? b.dweight + g * cols : nullptr;
     auto dx_of = [&](int64_t r, F32 x_hat, F32 u) { return mul(rstd[r], sub(u, mul(x_hat, slope[r]))); };
     int64_t i = 0;
     for (; i + 2 * N <= cols; i += 2 * N) {
@@ -88,28 +87,26 @@ void finish_rows(const Backward& b, int64_t r0, int64_t g, const float* k) {
         if (want_dx && k[r] != k[r]) fill_nan(dx[r], cols);  // as in scale_row
 }
 
-// Group `g` of `rows` rows, no more than a batch.
+// The first group of rows from r0 on, no more of them than a batch.
 template <class DY, class X>
-void backward_group(const Backward& b, int64_t r0, int64_t rows, int64_t g) {
+void backward_group(const Backward& b, int64_t r0, int64_t rows) {
     constexpr int64_t batch = rmsnorm::backward_batch;
     const int log_cols = ceil_log2(b.cols);
     const double reciprocal = 1.0 / double(b.cols);
-    const float* const gain = b.gain ? b.gain + g * b.cols : nullptr;
     ProductTask<DY, X> tasks[batch];
     float k[batch] = {};
     if (b.dx.data) {
         float u_max[batch], x_max[batch];
         for (int64_t r = 0; r < rows; ++r) {
             ProductTask<DY, X>& task = tasks[r];
-            const int64_t index = (r0 + r) * b.groups + g, below = index + batch * b.groups,
-                          later = below < b.rows * b.groups ? below : index;
+            const int64_t later = r0 + batch + r < b.rows ? r0 + batch + r : r0 + r;
             float* u = b.scratch + r * b.cols;
-            u_max[r] = weigh_row(group<DY>(b.dy, index, b.groups, b.cols), gain, u, b.cols);
+            u_max[r] = weigh_row(row<DY>(b.dy, r0 + r), b.gain, u, b.cols);
             task.u = u;
-            task.x = group<X>(b.x, index, b.groups, b.cols);
-            task.dy_later = group<DY>(b.dy, later, b.groups, b.cols);
-            task.x_later = group<X>(b.x, later, b.groups, b.cols);
-            task.write_after = group<X>(b.dx, index, b.groups, b.cols);
+            task.x = row<X>(b.x, r0 + r);
+            task.dy_later = row<DY>(b.dy, later);
+            task.x_later = row<X>(b.x, later);
+            task.write_after = row<X>(b.dx, r0 + r);
             x_max[r] = largest_magnitude(task.x, b.cols);
             bool ordinary = u_max[r] > 0 && x_max[r] > 0 && finite(u_max[r]) && finite(x_max[r]);
             task.start = start_value(ordinary ? exponent_of(u_max[r]) + exponent_of(x_max[r]) : 0, log_cols);
@@ -118,21 +115,32 @@ void backward_group(const Backward& b, int64_t r0, int64_t rows, int64_t g) {
         for (int64_t r = 0; r < rows; ++r) {
             bool defined = finite(u_max[r]) && finite(x_max[r]);
             double c = defined ? tasks[r].sum : __builtin_nan("");
-            k[r] = float(double(b.rstd[(r0 + r) * b.groups + g]) * c * reciprocal);
+            k[r] = float(double(b.rstd[(r0 + r) * b.groups]) * c * reciprocal);
         }
     }
     if (rows == batch)
-        finish_rows<DY, X, batch>(b, r0, g, k);
+        finish_rows<DY, X, batch>(b, r0, k);
     else
-        for (int64_t r = 0; r < rows; ++r) finish_rows<DY, X, 1>(b, r0 + r, g, k + r);
+        for (int64_t r = 0; r < rows; ++r) finish_rows<DY, X, 1>(b, r0 + r, k + r);
 }
 
 template <class DY, class X>
 void backward_rows(const Backward& b) {
     constexpr int64_t batch = rmsnorm::backward_batch;
-    for (int64_t r0 = 0; r0 < b.rows; r0 += batch)
-        for (int64_t g = 0; g < b.groups; ++g)
-            backward_group<DY, X>(b, r0, b.rows - r0 < batch ? b.rows - r0 : batch, g);
+    auto skip = [&](Rows& rows, int64_t size) {
+        if (rows.data) rows.data = static_cast<char*>(rows.data) + b.cols * size;
+    };
+    for (int64_t r0 = 0; r0 < b.rows; r0 += batch) {
+        Backward part = b;
+        for (int64_t g = 0; g < b.groups; ++g) {
+            backward_group<DY, X>(part, r0, b.rows - r0 < batch ? b.rows - r0 : batch);
+            skip(part.dy, sizeof(DY)), skip(part.x, sizeof(X)), skip(part.dh, sizeof(X)),
+                skip(part.dx, sizeof(X));
+            ++part.rstd;
+            if (b.gain) part.gain += b.cols;
+            if (b.dweight) part.dweight += b.cols;
+        }
+    }
 }
 
 template <class Y, class X>

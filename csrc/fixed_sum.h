@@ -22,11 +22,10 @@ T* row(Rows rows, int64_t index) {
     return static_cast<T*>(rows.data) + index * rows.stride;
 }
 
-// A group of a row, the groups of all rows counted through.
-template <class T>
-T* group(Rows rows, int64_t index, int64_t groups, int64_t cols) {
-    if (groups == 1 || !rows.data) return row<T>(rows, index);
-    return row<T>(rows, index / groups) + index % groups * cols;
+// The rows from one on.
+inline Rows from(Rows rows, int64_t row, rmsnorm::Dtype dtype) {
+    if (rows.data) rows.data = static_cast<char*>(rows.data) + row * rows.stride * rmsnorm::size_of(dtype);
+    return rows;
 }
 
 // Into the second-level cache: the first is full of the rows at work.

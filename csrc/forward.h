@@ -66,36 +66,34 @@ void scale_row(const X* x, float rstd, const float* gain, Y* y, int64_t cols, co
     }
 }
 
+// Each group a row: kernels.cpp sees to that.
 template <class X, class Y, class XHat>
 void forward_rows(const Forward& f) {
     const bool fused = f.residual.data;
     const Rows h = fused ? f.h : f.x;
     const int log_cols = ceil_log2(f.cols);
     const double reciprocal = 1.0 / double(f.cols);
-    const int64_t row_bytes = f.cols * int64_t(sizeof(X)), count = f.rows * f.groups;
+    const int64_t row_bytes = f.cols * int64_t(sizeof(X));
     const bool look_ahead = !fused && row_bytes <= look_ahead_bytes;
     int64_t batch = forward_batch_bytes / row_bytes;
     batch = batch < 1 ? 1 : batch > forward_batch ? forward_batch : batch;
-    auto x_at = [&](Rows rows, int64_t index) { return group<X>(rows, index, f.groups, f.cols); };
 
     SquareTask<X> tasks[forward_batch];
     float m[forward_batch], rstd[forward_batch];
     double sum[forward_batch];
-    for (int64_t r0 = 0; r0 < count; r0 += batch) {
-        const int64_t rows = count - r0 < batch ? count - r0 : batch;
+    for (int64_t r0 = 0; r0 < f.rows; r0 += batch) {
+        const int64_t rows = f.rows - r0 < batch ? f.rows - r0 : batch;
         for (int64_t r = 0; r < rows; ++r) {
-            SquareTask<X>& task = tasks[r];
-            task.x = x_at(h, r0 + r);
             if (fused)
-                m[r] = add_row(x_at(f.x, r0 + r), x_at(f.residual, r0 + r), x_at(h, r0 + r), f.cols);
+                m[r] = add_row(row<X>(f.x, r0 + r), row<X>(f.residual, r0 + r), row<X>(h, r0 + r), f.cols);
             else if (r0 == 0 || !look_ahead)
-                m[r] = largest_magnitude(task.x, f.cols);
+                m[r] = largest_magnitude(row<X>(h, r0 + r), f.cols);
             const int64_t next = r0 + batch + r, later = look_ahead ? next + batch : next;
-            task.start = start_value(m[r] > 0 && finite(m[r]) ? 2 * exponent_of(m[r]) : 0, log_cols);
-            task.next = look_ahead && next < count ? x_at(h, next) : nullptr;
-            task.read_later = reinterpret_cast<const char*>(x_at(f.x, later < count ? later : r0 + r));
-            task.write_after =
-                f.stream ? nullptr : reinterpret_cast<const char*>(group<Y>(f.y, r0 + r, f.groups, f.cols));
+            tasks[r].x = row<X>(h, r0 + r);
+            tasks[r].start = start_value(m[r] > 0 && finite(m[r]) ? 2 * exponent_of(m[r]) : 0, log_cols);
+            tasks[r].next = look_ahead && next < f.rows ? row<X>(h, next) : nullptr;
+            tasks[r].read_later = reinterpret_cast<const char*>(row<X>(f.x, later < f.rows ? later : r0 + r));
+            tasks[r].write_after = f.stream ? nullptr : reinterpret_cast<const char*>(row<Y>(f.y, r0 + r));
         }
         sum_squares_of_rows(tasks, rows, f.cols);
         for (int64_t r = 0; r < rows; ++r) {
@@ -105,12 +103,14 @@ void forward_rows(const Forward& f) {
         for (int64_t r = 0; r < rows; ++r) rstd[r] = float(1.0 / __builtin_sqrt(sum[r] * reciprocal + f.eps));
         for (int64_t r = 0; r < rows; ++r) {
             if (f.rstd) f.rstd[r0 + r] = rstd[r];
-            const float* gain = f.gain && f.groups > 1 ? f.gain + (r0 + r) % f.groups * f.cols : f.gain;
-            Y* y = group<Y>(f.y, r0 + r, f.groups, f.cols);
+            const X* x = row<X>(h, r0 + r);
+            Y* y = row<Y>(f.y, r0 + r);
+            const float* gain = f.gain;
+            if (gain && f.groups > 1) gain += (r0 + r) % f.groups * f.cols;
             if (f.stream)
-                scale_row<X, Y, XHat, true>(tasks[r].x, rstd[r], gain, y, f.cols, tasks[r].read_later);
+                scale_row<X, Y, XHat, true>(x, rstd[r], gain, y, f.cols, tasks[r].read_later);
             else
-                scale_row<X, Y, XHat, false>(tasks[r].x, rstd[r], gain, y, f.cols, tasks[r].read_later);
+                scale_row<X, Y, XHat, false>(x, rstd[r], gain, y, f.cols, tasks[r].read_later);
         }
     }
     if (f.stream) stream_end();

@@ -25,7 +25,7 @@ struct Forward {
     float* rstd;             // one per group, adjacent; may be null
     const float* gain;       // weight + weight_offset, of a row; null means 1
     int64_t rows, cols;
-    int64_t groups = 1;
+    int64_t groups = 1;  // more than one only without residual
     double eps;
     Dtype x_type, y_type;  // residual and h have x's type
     Dtype x_hat_type;      // x_hat is rounded to this before the gain; f32 means not at all

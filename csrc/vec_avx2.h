@@ -143,9 +143,10 @@ inline F64 sub(F64 a, F64 b) { return _mm256_sub_pd(a, b); }
 inline F64 add(F64 a, F64 b) { return _mm256_add_pd(a, b); }
 inline F64 mul(F64 a, F64 b) { return _mm256_mul_pd(a, b); }
 inline F64 div(F64 a, F64 b) { return _mm256_div_pd(a, b); }
+inline F64 nearest(F64 v) { return _mm256_round_pd(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F64 times_two_to(F64 v, F64 n) {
-    return _mm256_castsi256_pd(
-        _mm256_add_epi64(_mm256_castpd_si256(v), _mm256_slli_epi64(_mm256_castpd_si256(n), 52)));
+    const __m256i bits = _mm256_castpd_si256(add(n, set64(integer_magic)));
+    return _mm256_castsi256_pd(_mm256_add_epi64(_mm256_castpd_si256(v), _mm256_slli_epi64(bits, 52)));
 }
 inline double total(F64 v) {
     __m128d r = _mm_add_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));

@@ -150,10 +150,8 @@ inline F64 sub(F64 a, F64 b) { return _mm512_sub_pd(a, b); }
 inline F64 add(F64 a, F64 b) { return _mm512_add_pd(a, b); }
 inline F64 mul(F64 a, F64 b) { return _mm512_mul_pd(a, b); }
 inline F64 div(F64 a, F64 b) { return _mm512_div_pd(a, b); }
-inline F64 times_two_to(F64 v, F64 n) {
-    return _mm512_castsi512_pd(
-        _mm512_add_epi64(_mm512_castpd_si512(v), _mm512_slli_epi64(_mm512_castpd_si512(n), 52)));
-}
+inline F64 nearest(F64 v) { return _mm512_roundscale_pd(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline F64 times_two_to(F64 v, F64 n) { return _mm512_scalef_pd(v, n); }
 inline double total(F64 v) { return _mm512_reduce_add_pd(v); }
 inline F64 fma_down(F64 a, F64 b, F64 sum) {
     return _mm512_fmadd_round_pd(a, b, sum, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);

@@ -105,9 +105,10 @@ inline F64 add(F64 a, F64 b) { return vaddq_f64(a, b); }
 inline F64 sub(F64 a, F64 b) { return vsubq_f64(a, b); }
 inline F64 mul(F64 a, F64 b) { return vmulq_f64(a, b); }
 inline F64 div(F64 a, F64 b) { return vdivq_f64(a, b); }
+inline F64 nearest(F64 v) { return vrndnq_f64(v); }
 inline F64 times_two_to(F64 v, F64 n) {
-    return vreinterpretq_f64_u64(
-        vaddq_u64(vreinterpretq_u64_f64(v), vshlq_n_u64(vreinterpretq_u64_f64(n), 52)));
+    const uint64x2_t bits = vreinterpretq_u64_f64(add(n, set64(integer_magic)));
+    return vreinterpretq_f64_u64(vaddq_u64(vreinterpretq_u64_f64(v), vshlq_n_u64(bits, 52)));
 }
 inline double total(F64 v) { return vaddvq_f64(v); }
 inline F64 fma_down(F64 a, F64 b, F64 sum) { return vfmaq_f64(sum, a, b); }

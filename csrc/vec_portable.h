@@ -14,7 +14,8 @@
 //   load_wide    2N elements as four F64, in any order
 //   clamp        to [-limit, limit]; NaN stays
 //   widen, narrow  N floats as two F64 and back, to nearest
-//   times_two_to   a * 2^n, given n + 1.5 * 2^52, whose last bits are those of n
+//   nearest      integer, for magnitudes below 2^51
+//   times_two_to   a * 2^n for an integer n, where no exponent leaves its range
 #pragma once
 
 #include <cmath>
@@ -157,8 +158,10 @@ RMSNORM_LANEWISE(sub, -)
 RMSNORM_LANEWISE(mul, *)
 RMSNORM_LANEWISE(div, /)
 #undef RMSNORM_LANEWISE
+inline F64 nearest(F64 a) { return sub(add(a, set64(integer_magic)), set64(integer_magic)); }
 inline F64 times_two_to(F64 a, F64 n) {
-    for (int64_t i = 0; i < N / 2; ++i) a.v[i] = double_of(bits_of(a.v[i]) + (bits_of(n.v[i]) << 52));
+    for (int64_t i = 0; i < N / 2; ++i)
+        a.v[i] = double_of(bits_of(a.v[i]) + (bits_of(n.v[i] + integer_magic) << 52));
     return a;
 }
 inline double total(F64 a) {

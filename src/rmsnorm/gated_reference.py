@@ -20,9 +20,11 @@ from rmsnorm import reference
 ACTIVATIONS = ("silu", "sigmoid")
 
 _LOG2_E = 1.4426950408889634
-_LN_2 = 0.6931471805599453
+# 2^f = (p + q) / (p - q) for |f| <= 1/2, right to within 2^-38: the Pade approximant [4/4] of exp(r), r = f * ln(2),
+# with p = r^4 + 180 r^2 + 1680 and q = 20 r^3 + 840 r, both divided by ln(2)^4.
+_P_2, _P_0, _Q_3, _Q_1 = 374.6464165810094, 7277.922682955102, 28.85390081777927, 2522.3357940118008
 # Beyond it the sigmoid is 0 or 1 in float32, and 2^n is an ordinary float64.
-_LARGEST_EXPONENT = 200.0
+_LARGEST = 200.0
 
 
 def forward(
@@ -134,21 +136,21 @@ def activate(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 
 def _sigmoid(z: Tensor) -> Tensor:
-    """exp(z) / (1 + exp(z)) in float64, rounded to z's dtype.
+    """1 / (1 + exp(-z)) in float64, rounded to z's dtype.
 
-    exp(z) = 2^n * exp(r) with |r| <= ln(2)/2, and exp(r) = (p + q) / (p - q), its Pade approximant of order [4/4],
-    right to within 2^-38. That takes half as many operations as a polynomial would, and one division in all:
+    n + f = z * log2(e), with an integer n;  e = 2^n * (p + q)
+    sigmoid(z) = 2^(n + f) / (1 + 2^(n + f)) = e / ((p - q) + e)
 
-        sigmoid(z) = 2^n * (p + q) / ((p - q) + 2^n * (p + q))
+    A polynomial as accurate as the quotient takes twice the operations, and the one division would still be there.
     """
     if z.dtype == torch.float64:
         return torch.sigmoid(z)
-    wide = z.double().clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
-    n = torch.round(wide * _LOG2_E)
-    r = wide - n * _LN_2
-    square = r * r
-    p = (square + 180.0) * square + 1680.0
-    q = (square * 20.0 + 840.0) * r
+    exponent = z.clamp(-_LARGEST, _LARGEST).double() * _LOG2_E
+    n = torch.round(exponent)
+    f = exponent - n
+    square = f * f
+    p = (square + _P_2) * square + _P_0
+    q = (square * _Q_3 + _Q_1) * f
     e = (p + q) * reference._power_of_two(n.nan_to_num().to(torch.int64))
     return (e / ((p - q) + e)).to(z.dtype)
 
