@@ -154,8 +154,10 @@ std::tuple<Tensor, Tensor, Tensor> gated_backward(const Tensor& dy_given, const 
                                               kernels.gated_backward(part);
                                           });
                                       });
-    const Tensor nothing = empty_vector(0, scalar_type(x.dtype));
-    return {dx ? dx->tensor : nothing, dgate ? dgate->tensor : nothing, dweight};
+    auto or_nothing = [&](const std::optional<View>& result) {
+        return result ? result->tensor : empty_vector(0, scalar_type(x.dtype));
+    };
+    return {or_nothing(dx), or_nothing(dgate), dweight};
 }
 
 }  // namespace

@@ -98,6 +98,20 @@ def gated_gradients():
                 yield gated_backward_case("any values", dy, x, gate, weight, _call(form), size)
 
 
+def sigmoids_between_two_floats():
+    """Gates whose sigmoid, in float64, is within a few of its last bits of the middle between two float32.
+
+    Near 0 it is 1/2 + z/4, and so these are the odd multiples of half a step of float32 there; the others were found by
+    trying all float32 from 2^-13 to 104. Every operation of the definition decides the rounding of some of them.
+    """
+    odd = 2.0 * torch.arange(140) + 1
+    found = [0.0008872748, 0.00223577116, 0.039486412, 0.210552856, 0.90876174]
+    found += [-0.00111788523, -0.140874624, -0.599194527, -14.8347883, -35.6645699]
+    z = torch.cat([odd * 2.0**-23, -odd * 2.0**-24, torch.tensor(found)])[None]
+    for form in FORMS[:-1]:
+        yield gated_case("sigmoid between two floats", torch.ones_like(z), z, None, form, z.shape[-1], eps=0.0)
+
+
 def gated_layouts():
     """Rows that lie in every way, alone and many, for several threads, and past the cache."""
     for index, (dtype, (name, view)) in enumerate(product(DTYPES, STRIDES.items())):

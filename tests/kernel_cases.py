@@ -157,7 +157,7 @@ def many_elements():
 
 
 def larger_than_the_cache():
-    """Then y is written past the cache (csrc/ops.cpp), if its rows are cache lines; here 17 MiB each of x and y.
+    """Then y is written past the cache (csrc/tensors.h), if its rows are cache lines; here 17 MiB each of x and y.
 
     Most of it is one row again and again, so that files stay small: rows decide nothing for each other.
     """
@@ -190,6 +190,7 @@ GROUPS = {
         gated_cases.gated_forms,
         gated_cases.gated_gradients,
         gated_cases.gated_layouts,
+        gated_cases.sigmoids_between_two_floats,
         sharp_cases.sums_to_the_last_quantum,
         sharp_cases.products_to_the_last_quantum,
         sharp_cases.slopes_between_two_floats,
