@@ -60,7 +60,7 @@ void finish_rows(const Backward& b, int64_t r0, const float* k) {
     for (int64_t r = 0; r < count; ++r) {
         x[r] = row<X>(b.x, r0 + r), dy[r] = row<DY>(b.dy, r0 + r), dx[r] = row<X>(b.dx, r0 + r);
         dh[r] = row<X>(b.dh, r0 + r);
-        rstd[r] = set(b.rstd[r0 + r]), slope[r] = set(k[r]);
+        rstd[r] = set(b.rstd[(r0 + r) * b.groups]), slope[r] = set(k[r]);
     }
     const bool want_dx = b.dx.data, want_dweight = b.dweight, add_dh = b.dh.data;
     const float* const gains = b.gain;
@@ -104,26 +104,41 @@ void finish_rows(const Backward& b, int64_t r0, const float* k) {
         if (want_dx && k[r] != k[r]) fill_nan(dx[r], cols);  // as in scale_row
 }
 
+// The first group of rows from r0 on, no more of them than a batch.
 template <class DY, class X>
-void backward_rows(const Backward& b) {
-    constexpr int64_t batch = backward_batch;
+void backward_group(const Backward& b, int64_t r0, int64_t rows) {
     const int log_cols = ceil_log2(b.cols);
     const double reciprocal = 1.0 / double(b.cols);
-    float k[batch] = {};
-    for (int64_t r0 = 0; r0 < b.rows; r0 += batch) {
-        const int64_t rows = b.rows - r0 < batch ? b.rows - r0 : batch;
-        for (int64_t r = 0; r < rows && b.dx.data; ++r) {
-            const double rstd = double(b.rstd[r0 + r]);
-            auto k_of = [&](double c) { return float(rstd * c * reciprocal); };
-            const ProductSum c = sum_products<DY, X>(b, r0 + r, log_cols);
-            k[r] = k_of(c.sum.low);
-            if (!settled(k[r], k_of(c.sum.high)))
-                k[r] = k_of(fixed_sum_of_products<DY, X>(b, r0 + r, c.u_max, c.x_max));
+    float k[backward_batch] = {};
+    for (int64_t r = 0; r < rows && b.dx.data; ++r) {
+        const double rstd = double(b.rstd[(r0 + r) * b.groups]);
+        auto k_of = [&](double c) { return float(rstd * c * reciprocal); };
+        const ProductSum c = sum_products<DY, X>(b, r0 + r, log_cols);
+        k[r] = k_of(c.sum.low);
+        if (!settled(k[r], k_of(c.sum.high)))
+            k[r] = k_of(fixed_sum_of_products<DY, X>(b, r0 + r, c.u_max, c.x_max));
+    }
+    if (rows == backward_batch)
+        finish_rows<DY, X, backward_batch>(b, r0, k);
+    else
+        for (int64_t r = 0; r < rows; ++r) finish_rows<DY, X, 1>(b, r0 + r, k + r);
+}
+
+template <class DY, class X>
+void backward_rows(const Backward& b) {
+    auto skip = [&](Rows& rows, int64_t size) {
+        if (rows.data) rows.data = static_cast<char*>(rows.data) + b.cols * size;
+    };
+    for (int64_t r0 = 0; r0 < b.rows; r0 += backward_batch) {
+        Backward part = b;
+        for (int64_t g = 0; g < b.groups; ++g) {
+            backward_group<DY, X>(part, r0, b.rows - r0 < backward_batch ? b.rows - r0 : backward_batch);
+            skip(part.dy, sizeof(DY)), skip(part.x, sizeof(X)), skip(part.dh, sizeof(X)),
+                skip(part.dx, sizeof(X));
+            ++part.rstd;
+            if (b.gain) part.gain += b.cols;
+            if (b.dweight) part.dweight += b.cols;
         }
-        if (rows == batch)
-            finish_rows<DY, X, batch>(b, r0, k);
-        else
-            for (int64_t r = 0; r < rows; ++r) finish_rows<DY, X, 1>(b, r0 + r, k + r);
     }
 }
 

@@ -24,6 +24,12 @@ T* row(Rows rows, int64_t index) {
     return static_cast<T*>(rows.data) + index * rows.stride;
 }
 
+// The rows from one on.
+inline Rows from(Rows rows, int64_t row, rmsnorm::Dtype dtype) {
+    if (rows.data) rows.data = static_cast<char*>(rows.data) + row * rows.stride * rmsnorm::size_of(dtype);
+    return rows;
+}
+
 // Into the second-level cache: the first is full of the rows at work.
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 inline void prefetch_to_write(const void* p) { __builtin_prefetch(p, 1, 2); }

@@ -77,6 +77,7 @@ void scale_row(const X* x, float rstd, const float* gain, Y* y, int64_t cols, co
     }
 }
 
+// Each group a row: kernels.cpp sees to that.
 template <class X, class Y, class XHat>
 void forward_rows(const Forward& f) {
     const bool fused = f.residual.data;
@@ -110,10 +111,12 @@ void forward_rows(const Forward& f) {
             if (f.rstd) f.rstd[r0 + r] = rstd[r];
             const X* x = row<X>(h, r0 + r);
             Y* y = row<Y>(f.y, r0 + r);
+            const float* gain = f.gain;
+            if (gain && f.groups > 1) gain += (r0 + r) % f.groups * f.cols;
             if (f.stream)
-                scale_row<X, Y, XHat, true>(x, rstd[r], f.gain, y, f.cols, read_later(r0 + r));
+                scale_row<X, Y, XHat, true>(x, rstd[r], gain, y, f.cols, read_later(r0 + r));
             else
-                scale_row<X, Y, XHat, false>(x, rstd[r], f.gain, y, f.cols, read_later(r0 + r));
+                scale_row<X, Y, XHat, false>(x, rstd[r], gain, y, f.cols, read_later(r0 + r));
         }
     }
     if (f.stream) stream_end();

@@ -16,6 +16,7 @@
 
 #include "backward.h"
 #include "forward.h"
+#include "gated.h"
 
 namespace {
 
@@ -60,8 +61,23 @@ void with_type(Dtype dtype, Call call) {
         call(f16{});
 }
 
-void forward(const Forward& f) {
+void forward(const Forward& given) {
     Ieee arithmetic;
+    Forward f = given;
+    if (f.groups > 1) {  // as rows, which lie a fixed stride apart if whole rows are adjacent
+        const int64_t width = f.groups * f.cols;
+        if (f.rows > 1 && !(f.x.stride == width && f.y.stride == width)) {
+            f.rows = 1;
+            for (int64_t r = 0; r < given.rows; ++r) {
+                f.x = from(given.x, r, f.x_type), f.y = from(given.y, r, f.y_type);
+                if (given.rstd) f.rstd = given.rstd + r * f.groups;
+                forward(f);
+            }
+            return;
+        }
+        f.rows *= f.groups;
+        f.x.stride = f.y.stride = f.cols;
+    }
     with_type(f.x_type, [&](auto x) {
         with_type(f.y_type, [&](auto y) {
             with_type(f.x_hat_type,
@@ -84,6 +100,16 @@ void rebuild(const Rebuild& f) {
     });
 }
 
+void gated_forward(const GatedForward& g) {
+    Ieee arithmetic;
+    with_type(g.norm.x_type, [&](auto x) { gated_forward_rows<decltype(x)>(g); });
+}
+
+void gated_backward(const GatedBackward& g) {
+    Ieee arithmetic;
+    with_type(g.norm.x_type, [&](auto x) { gated_backward_rows<decltype(x)>(g); });
+}
+
 void gain(const void* weight, Dtype dtype, float offset, float* result, int64_t cols) {
     Ieee arithmetic;
     with_type(dtype, [&](auto w) { gain_of(static_cast<const decltype(w)*>(weight), offset, result, cols); });
@@ -104,6 +130,7 @@ void round(const float* values, void* result, Dtype dtype, int64_t cols) {
 namespace rmsnorm {
 
 extern const Kernels RMSNORM_TABLE;  // kernels_<isa>, which isa.cpp knows
-const Kernels RMSNORM_TABLE = {isa_name, forward, backward, rebuild, gain, accumulate, round};
+const Kernels RMSNORM_TABLE = {isa_name,       forward, backward,   rebuild, gated_forward,
+                               gated_backward, gain,    accumulate, round};
 
 }  // namespace rmsnorm

@@ -1,5 +1,4 @@
-// The operators: from tensors to rows, and rows to threads. This file and tensors.h alone see PyTorch, and
-// only through LibTorch's Stable ABI, so that one build serves every release from 2.10.
+// The plain operators: from tensors to rows.
 //
 // The checks here guard memory; the messages a user sees come from functional.py.
 #include <torch/csrc/stable/library.h>
@@ -12,41 +11,10 @@
 #include <tuple>
 #include <vector>
 
+#include "blocks.h"
 #include "tensors.h"
 
 namespace {
-
-// Below this many elements a second thread costs more than it saves.
-constexpr int64_t elements_per_thread = 16384;
-// Input and output that together exceed this are taken to exceed the last cache. It is the share of one core
-// complex of a current server; what the system reports was seen to be ten times the truth in a virtual
-// machine.
-constexpr int64_t cache_bytes = int64_t(32) << 20;
-
-enum Rounding : int64_t { once = 0, before_scale = 1, weight_dtype = 2 };  // reference.ROUNDINGS
-
-// reference.result_dtype
-Dtype result_dtype(Dtype x, const std::optional<View>& weight, int64_t rounding) {
-    STD_TORCH_CHECK(rounding >= once && rounding <= weight_dtype, "unknown rounding");
-    if (!weight || rounding == once) return x;
-    return rounding == weight_dtype || weight->dtype == x ? weight->dtype : Dtype::f32;
-}
-
-// What x_hat is rounded to before the gain.
-Dtype x_hat_dtype(Dtype x, const std::optional<View>& weight, int64_t rounding) {
-    if (rounding == before_scale) return x;
-    return rounding == weight_dtype && weight ? weight->dtype : Dtype::f32;
-}
-
-// Whether y is written past the cache: it would not stay there anyway, and its old contents need not be read.
-// Its rows must begin and end at cache lines.
-bool past_the_cache(const View& x, const View& y) {
-    if (x.bytes() + y.bytes() <= cache_bytes || x.data == y.data) return false;
-    const int64_t size = rmsnorm::size_of(y.dtype);
-    bool aligned = reinterpret_cast<uintptr_t>(y.data) % 64 == 0 && y.cols() * size % 64 == 0;
-    for (int64_t d = 0; d < y.dim - 1; ++d) aligned = aligned && y.strides[d] * size % 64 == 0;
-    return aligned;
-}
 
 struct Options {
     double eps, weight_offset;
@@ -85,14 +53,8 @@ void normalize(const View& x, const View* residual, const std::optional<View>& w
             kernels.forward(part);
         });
     };
-    if (layout.rows() * x.cols() <= elements_per_thread)
-        task(0, layout.rows());
-    else
-        torch::stable::parallel_for(0, layout.rows(), std::max<int64_t>(1, elements_per_thread / x.cols()),
-                                    task);
+    for_rows(layout.rows(), x.cols(), task);
 }
-
-float* floats(const Tensor& t) { return static_cast<float*>(t.data_ptr()); }
 
 Tensor forward(const Tensor& x_given, const std::optional<Tensor>& weight_given, double eps,
                double weight_offset, int64_t rounding) {
@@ -141,9 +103,6 @@ std::tuple<Tensor, Tensor, Tensor> add_forward(const Tensor& x_given, const Tens
     return {y.tensor, h.tensor, rstd};
 }
 
-// reference.rows_per_block
-int64_t rows_per_block(int64_t rows) { return std::max<int64_t>(64, (rows + 255) / 256); }
-
 // With `rebuilt_dtype`, x is y, and x in that dtype is rebuilt from it.
 std::tuple<Tensor, Tensor> backward(const Tensor& dy_given, const Tensor& x_given, const Tensor& rstd_given,
                                     const std::optional<Tensor>& weight_given, double weight_offset,
@@ -169,67 +128,34 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy_given, const Tensor& x_give
     const Gain gain(weight, weight_offset, cols, x_type);
     const rmsnorm::Kernels& kernels = table();
 
-    const int64_t length = rows_per_block(rows), blocks = (rows + length - 1) / length;
-    const int64_t threads =
-        rows * cols <= elements_per_thread ? 1 : int64_t(torch::stable::get_num_threads());
-    const int64_t tasks = std::max<int64_t>(1, std::min(threads, blocks));
-    auto first_block = [&](int64_t task) { return blocks * task / tasks; };
-    // The first task adds its block sums up as it goes; those of the others wait, so that all are added in
-    // order.
-    const int64_t waiting = need_dweight ? blocks - first_block(1) : 0;
-    const int64_t sum_cols = need_dweight ? cols : 0, scratch_floats = need_dx ? cols : 0;
-    const Tensor buffer = empty_vector((2 + waiting) * sum_cols + tasks * scratch_floats, ScalarType::Float);
-    float* const total = floats(buffer);
-    float* const first_sum = total + sum_cols;
-    float* const waiting_sums = first_sum + sum_cols;
-    float* const scratch = waiting_sums + waiting * sum_cols;
-    std::fill(total, total + sum_cols, 0.0f);
-
     rmsnorm::Backward call{};
     call.gain = gain.get();
     call.cols = cols;
     call.dy_type = dy.dtype;
     call.x_type = x_type;
-    auto work = [&](int64_t task) {
-        for (int64_t block = first_block(task); block < first_block(task + 1); ++block) {
-            float* sum = nullptr;
-            if (need_dweight) {
-                sum = task == 0 ? first_sum : waiting_sums + (block - first_block(1)) * cols;
-                std::fill(sum, sum + cols, 0.0f);
-            }
-            layout.for_each_run(
-                block * length, std::min(rows, (block + 1) * length), [&](const Layout::Run& run) {
-                    rmsnorm::Backward part = call;
-                    part.rows = run.rows;
-                    part.rstd = floats(rstd) + run.first;
-                    part.dy = dy.rows(run, 0);
-                    part.x = x.rows(run, 1);
-                    if (from_y) {
-                        const Rows rebuilt = dx->rows(run, 3);
-                        kernels.rebuild(
-                            {part.x, rebuilt, part.rstd, call.gain, run.rows, cols, x.dtype, x_type});
-                        part.x = rebuilt;
-                    }
-                    if (dh) part.dh = dh->rows(run, 2);
-                    if (need_dx) part.dx = dx->rows(run, 3);
-                    part.dweight = sum;
-                    part.scratch = scratch + task * scratch_floats;
-                    kernels.backward(part);
-                });
-            if (need_dweight && task == 0) kernels.accumulate(sum, total, cols);
-        }
-    };
-    if (tasks == 1)
-        work(0);
-    else
-        torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
-            for (int64_t task = begin; task < end; ++task) work(task);
+    const int64_t scratch = need_dx ? cols : 0;
+    const Dtype dweight_type = weight ? weight->dtype : Dtype::f32;
+    const Tensor dweight = sum_blocks(
+        rows, cols, need_dweight, dweight_type, scratch,
+        [&](int64_t begin, int64_t end, float* sums, float* room) {
+            layout.for_each_run(begin, end, [&](const Layout::Run& run) {
+                rmsnorm::Backward part = call;
+                part.rows = run.rows;
+                part.rstd = floats(rstd) + run.first;
+                part.dy = dy.rows(run, 0);
+                part.x = x.rows(run, 1);
+                if (from_y) {
+                    const Rows rebuilt = dx->rows(run, 3);
+                    kernels.rebuild({part.x, rebuilt, part.rstd, call.gain, run.rows, cols, x.dtype, x_type});
+                    part.x = rebuilt;
+                }
+                if (dh) part.dh = dh->rows(run, 2);
+                if (need_dx) part.dx = dx->rows(run, 3);
+                part.dweight = sums;
+                part.scratch = room;
+                kernels.backward(part);
+            });
         });
-    for (int64_t block = 0; block < waiting; ++block)
-        kernels.accumulate(waiting_sums + block * cols, total, cols);
-
-    const Tensor dweight = empty_vector(sum_cols, weight ? scalar_type(weight->dtype) : ScalarType::Float);
-    if (need_dweight) kernels.round(total, dweight.data_ptr(), weight ? weight->dtype : Dtype::f32, cols);
     return {need_dx ? dx->tensor : empty_vector(0, scalar_type(x_type)), dweight};
 }
 

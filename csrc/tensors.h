@@ -1,5 +1,6 @@
-// What the operators ask of tensors: views of those given, memory for those returned, and the gain of a
-// weight. For ops.cpp alone.
+// What the operators ask of tensors: views of those given, memory for those returned, their dtypes, and the
+// gain of a weight. The operators' files and what they alone include see PyTorch, and only through LibTorch's
+// Stable ABI, so that one build serves every release from 2.10.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -33,14 +34,14 @@ using torch::stable::Tensor;
 // kernel.
 constexpr int64_t huge_page_bytes = int64_t(4) << 20;
 
-const rmsnorm::Kernels& table() {
+inline const rmsnorm::Kernels& table() {
     const char* error;
     const rmsnorm::Kernels* chosen = rmsnorm::kernels(&error);
     STD_TORCH_CHECK(chosen, error);
     return *chosen;
 }
 
-Dtype dtype_of(ScalarType type) {
+inline Dtype dtype_of(ScalarType type) {
     switch (type) {
         case ScalarType::Float:
             return Dtype::f32;
@@ -53,7 +54,7 @@ Dtype dtype_of(ScalarType type) {
     }
 }
 
-ScalarType scalar_type(Dtype dtype) {
+inline ScalarType scalar_type(Dtype dtype) {
     return dtype == Dtype::f32    ? ScalarType::Float
            : dtype == Dtype::bf16 ? ScalarType::BFloat16
                                   : ScalarType::Half;
@@ -127,7 +128,7 @@ struct View {
     }
 };
 
-Tensor empty(int64_t dim, const int64_t* sizes, const int64_t* strides, ScalarType type) {
+inline Tensor empty(int64_t dim, const int64_t* sizes, const int64_t* strides, ScalarType type) {
     AtenTensorHandle handle;
     const int32_t failed = aoti_torch_empty_strided(dim, sizes, strides, static_cast<int32_t>(type),
                                                     aoti_torch_device_type_cpu(), 0, &handle);
@@ -135,12 +136,12 @@ Tensor empty(int64_t dim, const int64_t* sizes, const int64_t* strides, ScalarTy
     return Tensor(handle);
 }
 
-Tensor empty_vector(int64_t size, ScalarType type) {
+inline Tensor empty_vector(int64_t size, ScalarType type) {
     const int64_t stride = 1;
     return empty(1, &size, &stride, type);
 }
 
-void ask_for_huge_pages([[maybe_unused]] const Tensor& t, [[maybe_unused]] int64_t bytes) {
+inline void ask_for_huge_pages([[maybe_unused]] const Tensor& t, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     if (bytes < huge_page_bytes) return;
     constexpr uintptr_t page = uintptr_t(2) << 20;
@@ -152,7 +153,7 @@ void ask_for_huge_pages([[maybe_unused]] const Tensor& t, [[maybe_unused]] int64
 }
 
 // A tensor of x's shape, laid out as x where x's layout is dense, else contiguous.
-View empty_like(const View& x, Dtype dtype) {
+inline View empty_like(const View& x, Dtype dtype) {
     const int64_t* strides = x.strides;
     std::vector<int64_t> contiguous;
     if (!rmsnorm::dense(x.dim, x.sizes, x.strides)) {
@@ -164,13 +165,62 @@ View empty_like(const View& x, Dtype dtype) {
     return View(made);
 }
 
-// x's shape with one column, as float32.
-Tensor empty_rstd(const View& x) {
+// x's shape with one column a group, as float32.
+inline Tensor empty_rstd(const View& x, int64_t groups = 1) {
     std::vector<int64_t> sizes(x.sizes, x.sizes + x.dim);
-    sizes.back() = 1;
+    sizes.back() = groups;
     return empty(x.dim, sizes.data(), rmsnorm::contiguous_strides(x.dim, sizes.data()).data(),
                  ScalarType::Float);
 }
+
+inline float* floats(const Tensor& t) { return static_cast<float*>(t.data_ptr()); }
+
+enum Rounding : int64_t { once = 0, before_scale = 1, weight_dtype = 2 };  // reference.ROUNDINGS
+
+// reference.result_dtype
+inline Dtype result_dtype(Dtype x, const std::optional<View>& weight, int64_t rounding) {
+    STD_TORCH_CHECK(rounding >= once && rounding <= weight_dtype, "unknown rounding");
+    if (!weight || rounding == once) return x;
+    return rounding == weight_dtype || weight->dtype == x ? weight->dtype : Dtype::f32;
+}
+
+// What x_hat is rounded to before the gain.
+inline Dtype x_hat_dtype(Dtype x, const std::optional<View>& weight, int64_t rounding) {
+    if (rounding == before_scale) return x;
+    return rounding == weight_dtype && weight ? weight->dtype : Dtype::f32;
+}
+
+// Input and output that together exceed this are taken to exceed the last cache. It is the share of one core
+// complex of a current server; what the system reports was seen to be ten times the truth in a virtual
+// machine.
+constexpr int64_t cache_bytes = int64_t(32) << 20;
+
+// Whether y is written past the cache: it would not stay there anyway, and its old contents need not be read.
+// Its rows must begin and end at cache lines.
+inline bool past_the_cache(const View& x, const View& y) {
+    if (x.bytes() + y.bytes() <= cache_bytes || x.data == y.data) return false;
+    const int64_t size = rmsnorm::size_of(y.dtype);
+    bool aligned = reinterpret_cast<uintptr_t>(y.data) % 64 == 0 && y.cols() * size % 64 == 0;
+    for (int64_t d = 0; d < y.dim - 1; ++d) aligned = aligned && y.strides[d] * size % 64 == 0;
+    return aligned;
+}
+
+// Memory for floats, on the stack where they are few.
+class Floats {
+  public:
+    explicit Floats(int64_t count) {
+        if (count > inline_count) there_ = empty_vector(count, ScalarType::Float);
+        data_ = count > inline_count ? floats(there_) : here_;
+    }
+    Floats(const Floats&) = delete;
+    float* get() const { return data_; }
+
+  private:
+    static constexpr int64_t inline_count = 8192;
+    alignas(64) float here_[inline_count];
+    Tensor there_;
+    float* data_;
+};
 
 // weight + weight_offset in float32: the weight's own memory where that is the same thing.
 class Gain {
@@ -184,25 +234,19 @@ class Gain {
             values_ = reinterpret_cast<const float*>(weight->data);
             return;
         }
-        float* copy = here_;
-        if (cols > inline_cols) {
-            there_ = empty_vector(cols, ScalarType::Float);
-            copy = static_cast<float*>(there_.data_ptr());
-        }
-        table().gain(weight->data, weight->dtype, static_cast<float>(offset), copy, cols);
-        values_ = copy;
+        copy_.emplace(cols);
+        table().gain(weight->data, weight->dtype, static_cast<float>(offset), copy_->get(), cols);
+        values_ = copy_->get();
     }
     Gain(const Gain&) = delete;
     const float* get() const { return values_; }
 
   private:
-    static constexpr int64_t inline_cols = 8192;
-    alignas(64) float here_[inline_cols];
-    Tensor there_;
+    std::optional<Floats> copy_;
     const float* values_ = nullptr;
 };
 
-std::optional<View> view(const std::optional<Tensor>& t) {
+inline std::optional<View> view(const std::optional<Tensor>& t) {
     return t ? std::optional<View>(std::in_place, *t) : std::nullopt;
 }
 

@@ -74,6 +74,9 @@ inline void set_nan(f16& v) { v.bits = 0x7e00; }
 // 2^exponent, for normal float64 results
 inline double power_of_two(int exponent) { return double_of(uint64_t(exponent + 1023) << 52); }
 
+// Added to a small float64, it leaves the nearest integer in the last bits.
+constexpr double integer_magic = 0x1.8p52;
+
 // The e with m < 2^e <= 2m, for finite m > 0.
 inline int exponent_of(float m) { return int(bits_of(double(m)) >> 52) - 1022; }
 

@@ -22,6 +22,8 @@ inline F32 sub(F32 a, F32 b) { return _mm256_sub_ps(a, b); }
 inline F32 mul(F32 a, F32 b) { return _mm256_mul_ps(a, b); }
 inline F32 div(F32 a, F32 b) { return _mm256_div_ps(a, b); }
 inline F32 fms(F32 a, F32 b, F32 c) { return _mm256_fmsub_ps(a, b, c); }
+// Of a NaN and a number both instructions give the second.
+inline F32 clamp(F32 v, float limit) { return _mm256_max_ps(set(-limit), _mm256_min_ps(set(limit), v)); }
 
 inline __m256i first(int64_t n) {
     const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -145,6 +147,13 @@ inline double largest(F64 v) {
     __m128d r = _mm_max_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
     return _mm_cvtsd_f64(_mm_max_sd(r, _mm_unpackhi_pd(r, r)));
 }
+inline F64 mul(F64 a, F64 b) { return _mm256_mul_pd(a, b); }
+inline F64 div(F64 a, F64 b) { return _mm256_div_pd(a, b); }
+inline F64 nearest(F64 v) { return _mm256_round_pd(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline F64 times_two_to(F64 v, F64 n) {
+    const __m256i bits = _mm256_castpd_si256(add(n, set64(integer_magic)));
+    return _mm256_castsi256_pd(_mm256_add_epi64(_mm256_castpd_si256(v), _mm256_slli_epi64(bits, 52)));
+}
 inline double total(F64 v) {
     __m128d r = _mm_add_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
     return _mm_cvtsd_f64(_mm_add_sd(r, _mm_unpackhi_pd(r, r)));
@@ -164,6 +173,7 @@ inline void widen(F32 v, F64& low, F64& high) {
     high = _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1));
 }
 inline void widen(F32 v, F64 (&wide)[2]) { widen(v, wide[0], wide[1]); }
+inline F32 narrow(F64 low, F64 high) { return _mm256_set_m128(_mm256_cvtpd_ps(high), _mm256_cvtpd_ps(low)); }
 inline F64 wide4(__m128i lanes) { return _mm256_cvtps_pd(_mm_castsi128_ps(lanes)); }
 
 // 2N elements as four vectors, in any order.

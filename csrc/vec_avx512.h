@@ -32,6 +32,8 @@ inline F32 sub(F32 a, F32 b) { return _mm512_sub_ps(a, b); }
 inline F32 mul(F32 a, F32 b) { return _mm512_mul_ps(a, b); }
 inline F32 div(F32 a, F32 b) { return _mm512_div_ps(a, b); }
 inline F32 fms(F32 a, F32 b, F32 c) { return _mm512_fmsub_ps(a, b, c); }
+// Of a NaN and a number both instructions give the second.
+inline F32 clamp(F32 v, float limit) { return _mm512_max_ps(set(-limit), _mm512_min_ps(set(limit), v)); }
 
 inline F32 load(const float* p) { return _mm512_loadu_ps(p); }
 inline F32 load(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(first(n), p); }
@@ -148,6 +150,10 @@ inline F64 set64(double v) { return _mm512_set1_pd(v); }
 inline F64 sub(F64 a, F64 b) { return _mm512_sub_pd(a, b); }
 inline F64 add(F64 a, F64 b) { return _mm512_add_pd(a, b); }
 inline F64 max(F64 a, F64 b) { return _mm512_max_pd(a, b); }
+inline F64 mul(F64 a, F64 b) { return _mm512_mul_pd(a, b); }
+inline F64 div(F64 a, F64 b) { return _mm512_div_pd(a, b); }
+inline F64 nearest(F64 v) { return _mm512_roundscale_pd(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline F64 times_two_to(F64 v, F64 n) { return _mm512_scalef_pd(v, n); }
 inline double total(F64 v) { return _mm512_reduce_add_pd(v); }
 inline double largest(F64 v) { return _mm512_reduce_max_pd(v); }
 inline F64 fma(F64 a, F64 b, F64 sum) { return _mm512_fmadd_pd(a, b, sum); }
@@ -157,6 +163,9 @@ inline F64 fma_down(F64 a, F64 b, F64 sum) {
 inline void widen(F32 v, F64& low, F64& high) {
     low = _mm512_cvtps_pd(_mm512_castps512_ps256(v));
     high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
+}
+inline F32 narrow(F64 low, F64 high) {
+    return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(low)), _mm512_cvtpd_ps(high), 1);
 }
 inline F64 wide8(__m256i lanes) { return _mm512_cvtps_pd(_mm256_castsi256_ps(lanes)); }
 

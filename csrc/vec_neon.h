@@ -22,6 +22,7 @@ inline F32 sub(F32 a, F32 b) { return vsubq_f32(a, b); }
 inline F32 mul(F32 a, F32 b) { return vmulq_f32(a, b); }
 inline F32 div(F32 a, F32 b) { return vdivq_f32(a, b); }
 inline F32 fms(F32 a, F32 b, F32 c) { return vnegq_f32(vfmsq_f32(c, a, b)); }
+inline F32 clamp(F32 v, float limit) { return vmaxq_f32(vminq_f32(v, set(limit)), set(-limit)); }
 
 inline F32 widen(uint16x4_t words, bf16) { return vreinterpretq_f32_u32(vshll_n_u16(words, 16)); }
 inline F32 widen(uint16x4_t words, f16) { return vcvt_f32_f16(vreinterpret_f16_u16(words)); }
@@ -103,6 +104,13 @@ float largest(Bits m, T) {
 inline F64 set64(double v) { return vdupq_n_f64(v); }
 inline F64 add(F64 a, F64 b) { return vaddq_f64(a, b); }
 inline F64 sub(F64 a, F64 b) { return vsubq_f64(a, b); }
+inline F64 mul(F64 a, F64 b) { return vmulq_f64(a, b); }
+inline F64 div(F64 a, F64 b) { return vdivq_f64(a, b); }
+inline F64 nearest(F64 v) { return vrndnq_f64(v); }
+inline F64 times_two_to(F64 v, F64 n) {
+    const uint64x2_t bits = vreinterpretq_u64_f64(add(n, set64(integer_magic)));
+    return vreinterpretq_f64_u64(vaddq_u64(vreinterpretq_u64_f64(v), vshlq_n_u64(bits, 52)));
+}
 inline double total(F64 v) { return vaddvq_f64(v); }
 inline F64 max(F64 a, F64 b) { return vmaxq_f64(a, b); }
 inline double largest(F64 v) { return vmaxvq_f64(v); }
@@ -121,6 +129,7 @@ inline void widen(F32 v, F64& low, F64& high) {
     high = vcvt_high_f64_f32(v);
 }
 inline void widen(F32 v, F64 (&wide)[2]) { widen(v, wide[0], wide[1]); }
+inline F32 narrow(F64 low, F64 high) { return vcvt_high_f32_f64(vcvt_f32_f64(low), high); }
 
 // 2N elements as four vectors, in any order.
 template <class T>

@@ -13,6 +13,10 @@
 //   fms          a * b - c, rounded once
 //   fma_down     floor-and-accumulate: a * b + sum toward zero, for sums that stay positive
 //   Wide<T>      doubles to sum squares of T in; load_wide has 2N elements as wides<T> of them, in any order
+//   clamp        to [-limit, limit]; NaN stays
+//   widen, narrow  N floats as two F64 and back, to nearest
+//   nearest      integer, for magnitudes below 2^51
+//   times_two_to   a * 2^n for an integer n, where no exponent leaves its range
 #pragma once
 
 #include <cmath>
@@ -54,6 +58,11 @@ RMSNORM_LANEWISE(sub, -)
 RMSNORM_LANEWISE(mul, *)
 RMSNORM_LANEWISE(div, /)
 #undef RMSNORM_LANEWISE
+
+inline F32 clamp(F32 a, float limit) {
+    for (auto& v : a.v) v = v > limit ? limit : v < -limit ? -limit : v;
+    return a;
+}
 
 template <class T>
 F32 load(const T* p) {
@@ -146,12 +155,20 @@ inline F64 set64(double s) {
     for (auto& v : r.v) v = s;
     return r;
 }
-inline F64 add(F64 a, F64 b) {
-    for (int64_t i = 0; i < N / 2; ++i) a.v[i] += b.v[i];
-    return a;
-}
-inline F64 sub(F64 a, F64 b) {
-    for (int64_t i = 0; i < N / 2; ++i) a.v[i] -= b.v[i];
+#define RMSNORM_LANEWISE(name, op)                                     \
+    inline F64 name(F64 a, F64 b) {                                    \
+        for (int64_t i = 0; i < N / 2; ++i) a.v[i] = a.v[i] op b.v[i]; \
+        return a;                                                      \
+    }
+RMSNORM_LANEWISE(add, +)
+RMSNORM_LANEWISE(sub, -)
+RMSNORM_LANEWISE(mul, *)
+RMSNORM_LANEWISE(div, /)
+#undef RMSNORM_LANEWISE
+inline F64 nearest(F64 a) { return sub(add(a, set64(integer_magic)), set64(integer_magic)); }
+inline F64 times_two_to(F64 a, F64 n) {
+    for (int64_t i = 0; i < N / 2; ++i)
+        a.v[i] = double_of(bits_of(a.v[i]) + (bits_of(n.v[i] + integer_magic) << 52));
     return a;
 }
 inline F64 max(F64 a, F64 b) {
@@ -186,6 +203,11 @@ inline void widen(F32 a, F64& low, F64& high) {
     for (int64_t i = 0; i < N / 2; ++i) low.v[i] = a.v[i], high.v[i] = a.v[N / 2 + i];
 }
 inline void widen(F32 a, F64 (&wide)[2]) { widen(a, wide[0], wide[1]); }
+inline F32 narrow(F64 low, F64 high) {
+    F32 r;
+    for (int64_t i = 0; i < N / 2; ++i) r.v[i] = float(low.v[i]), r.v[N / 2 + i] = float(high.v[i]);
+    return r;
+}
 template <class T>
 void load_wide(const T* p, F64 (&v)[4]) {
     widen(load(p), v[0], v[1]);

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from rmsnorm import reference
+from rmsnorm import gated_reference, reference
 from tests.rows import generator, random_rows
 
 NORMALIZE, ADD, BACKWARD, REBUILD = "normalize", "add", "backward", "rebuild"
+GATED, GATED_BACKWARD = "gated", "gated_backward"
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,29 @@ def rebuild_case(name, x, weight, offset=0.0, rounding=0, eps=1e-6, dh=None):
     expected = reference.backward(dy, rebuilt, rstd, weight, offset, dh)
     name = f"{name} {describe(x, weight, offset, rounding)} dh={dh is not None}"
     return Case(name, REBUILD, (dy, y, rstd, weight, offset, dh, x.dtype), expected)
+
+
+def gated_case(name, x, gate, weight, form, group_size, offset=0.0, rounding=0, eps=1e-6):
+    """`form` is the activation's index and whether the norm comes before the gate."""
+    activation, first = gated_reference.ACTIVATIONS[form[0]], form[1]
+    options = (weight, eps, offset, reference.ROUNDINGS[rounding], group_size, activation, first)
+    expected = gated_reference.forward(x, gate, *options)
+    name = f"{name} {describe_gate(gate, form, group_size)} {describe(x, weight, offset, rounding)}"
+    return Case(name, GATED, (x, gate, weight, eps, offset, rounding, group_size, *form), expected)
+
+
+def gated_backward_case(name, dy, x, gate, weight, form, group_size, offset=0.0, eps=1e-6):
+    activation, first = gated_reference.ACTIVATIONS[form[0]], form[1]
+    rstd = gated_reference.forward(x, gate, weight, eps, offset, "once", group_size, activation, first)[1]
+    expected = gated_reference.backward(dy, x, gate, rstd, weight, offset, group_size, activation, first)
+    name = f"{name} {describe_gate(gate, form, group_size)} {describe(x, weight, offset)} dy={short(dy.dtype)}"
+    arguments = (dy, x, gate, rstd, weight, offset, group_size, *form)
+    return Case(name, GATED_BACKWARD, arguments, tuple(t for t in expected if t is not None))
+
+
+def describe_gate(gate, form, group_size):
+    kind = "no gate" if gate is None else f"{gated_reference.ACTIVATIONS[form[0]]} {'after' if form[1] else 'before'}"
+    return f"{kind}, groups of {group_size},"
 
 
 def short(dtype):

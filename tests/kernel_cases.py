@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 from rmsnorm import reference
-from tests import sharp_cases
+from tests import gated_cases, sharp_cases
 from tests.kernel_calls import (
     ADD,
     NORMALIZE,
@@ -22,7 +22,8 @@ from tests.kernel_calls import (
     plain_weight,
     rebuild_case,
 )
-from tests.rows import DTYPES, ROWS, WIDTHS, all_rows, finite_rows, from_bits, generator, random_rows, special_weight
+from tests.layouts import STRIDES, base
+from tests.rows import DTYPES, ROWS, WIDTHS, all_rows, finite_rows, from_bits, random_rows, special_weight
 
 ROUNDINGS = range(len(reference.ROUNDINGS))
 WEIGHTS = (None, *DTYPES)
@@ -158,61 +159,22 @@ def layouts():
         yield rebuild_case(name, x, weight)
 
 
-def _base(seed, dtype, *shape):
-    return torch.randn(*shape, generator=generator(seed)).to(dtype)
-
-
-def _offset(seed, dtype, elements):
-    """Rows that begin at an odd address: `elements` past an aligned one."""
-    return _base(seed, dtype, elements + 6 * 33)[elements:].view(6, 33)
-
-
-def _unmergeable(seed, dtype):
-    """Nine leading dimensions, no two of which make one: each is cut out of a larger one."""
-    return _base(seed, dtype, *[3] * 9, 5)[(slice(0, 2),) * 9]
-
-
-STRIDES = {
-    "slice of a fused projection": lambda s, t: _base(s, t, 5, 96)[:, 32:64].unflatten(1, (2, 16)),
-    "heads of a fused projection": lambda s, t: _base(s, t, 2, 9, 3, 4, 40)[:, :, s % 3],
-    "heads before positions": lambda s, t: _base(s, t, 2, 9, 4, 40).transpose(1, 2),
-    "transposed batch": lambda s, t: _base(s, t, 7, 5, 33).transpose(0, 1),
-    "reversed dimensions": lambda s, t: _base(s, t, 3, 4, 5, 17).permute(2, 1, 0, 3),
-    "expanded rows": lambda s, t: _base(s, t, 1, 40).expand(9, 40),
-    "expanded outer dimension": lambda s, t: _base(s, t, 6, 40).expand(3, 6, 40),
-    "expanded columns": lambda s, t: _base(s, t, 6, 1).expand(6, 40),
-    "every second column": lambda s, t: _base(s, t, 6, 80)[:, ::2],
-    "transposed matrix": lambda s, t: _base(s, t, 33, 6).t(),
-    "every second row": lambda s, t: _base(s, t, 12, 33)[::2],
-    "overlapping windows": lambda s, t: _base(s, t, 200).unfold(0, 33, 5),
-    "one column": lambda s, t: _base(s, t, 6, 9)[:, 3:4],
-    "one column, odd stride": lambda s, t: _base(s, t, 6, 9).as_strided((6, 1), (9, 7), 2),
-    "offset by one": lambda s, t: _offset(s, t, 1),
-    "offset by three": lambda s, t: _offset(s, t, 3),
-    "nine dimensions that do not merge": _unmergeable,
-    "seven dimensions that do not merge": lambda s, t: _unmergeable(s, t)[0, 1],
-    "dimensions of size one": lambda s, t: _base(s, t, 1, 6, 1, 33).transpose(0, 2),
-    "one row": lambda s, t: _base(s, t, 1000),
-    "no rows, strided": lambda s, t: _base(s, t, 4, 0, 33).transpose(0, 1),
-}
-
-
 def many_elements():
     """Enough for several threads, in shapes that divide unevenly; the worker runs these with 1, 2 and 3."""
     for index, (shape, dtype) in enumerate(product(((67, 1000), (3, 65537), (5000, 33), (1, 131072)), DTYPES)):
-        x, residual, dy = (_base(seed, dtype, *shape) for seed in (1, 2, 3))
+        x, residual, dy = (base(seed, dtype, *shape) for seed in (1, 2, 3))
         weight = plain_weight(shape[-1], WEIGHTS[index % 4])
         yield normalize_case("threads", x, weight)
         yield add_case("threads", x, residual, weight)
         yield backward_case("threads", dy, x, weight, dh=residual if index % 2 else None)
         yield rebuild_case("threads", x, weight)
-    x = _base(1, BRAIN, 40, 3, 6, 500)[:, 1].transpose(0, 1)
+    x = base(1, BRAIN, 40, 3, 6, 500)[:, 1].transpose(0, 1)
     yield normalize_case("threads, strided", x, plain_weight(500, BRAIN))
     yield backward_case("threads, strided", x.roll(1, 1), x, plain_weight(500, BRAIN))
 
 
 def larger_than_the_cache():
-    """Then y is written past the cache (csrc/ops.cpp), if its rows are cache lines; here 17 MiB each of x and y.
+    """Then y is written past the cache (csrc/tensors.h), if its rows are cache lines; here 17 MiB each of x and y.
 
     Most of it is one row again and again, so that files stay small: rows decide nothing for each other.
     """
@@ -242,6 +204,10 @@ GROUPS = {
         layouts,
         many_elements,
         larger_than_the_cache,
+        gated_cases.gated_forms,
+        gated_cases.gated_gradients,
+        gated_cases.gated_layouts,
+        gated_cases.sigmoids_between_two_floats,
         sharp_cases.sums_to_the_last_quantum,
         sharp_cases.products_to_the_last_quantum,
         sharp_cases.slopes_between_two_floats,

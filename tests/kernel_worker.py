@@ -10,6 +10,7 @@ import math
 import platform
 import struct
 import sys
+from itertools import islice, product
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from tests.bits import difference
 
 THREADS = (1, 2, 3)
-# Below this many elements the operators use one thread whatever they are offered (csrc/ops.cpp).
+# Below this many elements the operators use one thread whatever they are offered (csrc/blocks.h).
 SPLIT = 16384
 # Every so many cases are run again in other floating-point environments; a prime, so that all dtypes are met.
 SAMPLE = 23
@@ -112,7 +113,38 @@ def rebuild(dy, y, rstd, weight, offset, dh, x_dtype, expected):
     yield "y afterwards", y, kept
 
 
-OPERATORS = {"normalize": normalize, "add": add, "backward": backward, "rebuild": rebuild}
+def gated(x, gate, *rest):
+    *options, (y_wanted, rstd_wanted) = rest
+    before = [None if t is None else t.clone() for t in (x, gate)]
+    y, rstd = torch.ops.rmsnorm.gated_forward_train(x, gate, *options)
+    yield "y", torch.ops.rmsnorm.gated_forward(x, gate, *options), y_wanted
+    yield "y in training", y, y_wanted
+    yield "rstd", rstd, rstd_wanted
+    for what, now, then in zip(("x", "gate"), (x, gate), before, strict=True):
+        if now is not None:
+            yield f"{what} afterwards", now, then
+
+
+def gated_backward(dy, x, gate, *rest):
+    *arguments, expected = rest
+    wanted = dict(zip(("dx", "dgate", "dweight") if gate is not None else ("dx", "dweight"), expected, strict=True))
+    for needs in product((True, False), repeat=len(wanted)):
+        needed = dict(zip(wanted, needs, strict=True))
+        flags = [needed.get(what, False) for what in ("dx", "dgate", "dweight")]
+        found = torch.ops.rmsnorm.gated_backward(dy, x, gate, *arguments, *flags)
+        for what, f in zip(("dx", "dgate", "dweight"), found, strict=True):
+            if what in wanted:
+                yield f"{what} (need {flags})", f, wanted[what] if needed[what] else wanted[what].new_empty(0)
+
+
+OPERATORS = {
+    "normalize": normalize,
+    "add": add,
+    "backward": backward,
+    "rebuild": rebuild,
+    "gated": gated,
+    "gated_backward": gated_backward,
+}
 
 
 def run(cases):
@@ -201,6 +233,8 @@ FIRST = {
     "add": first_results("add_forward"),
     "backward": lambda *a: first_results("backward")(*a[:-1], None, True, True, a[-1]),
     "rebuild": lambda *a: first_results("backward")(*a[:-1], True, True, a[-1]),
+    "gated": first_results("gated_forward_train"),
+    "gated_backward": lambda *a: list(islice(gated_backward(*a), len(a[-1]))),  # all of them wanted
 }
 
 

@@ -106,6 +106,18 @@ std::vector<float> gain_of(const rmsnorm::Kernels& kernels, const Array& weight,
     return gain;
 }
 
+// Runs `call` into y, and past the cache where the groups of y allow it.
+template <class Call>
+void into(rmsnorm::Forward& f, const Array& y, Call call) {
+    f.y = y.at(0);
+    call();
+    if (f.cols * rmsnorm::size_of(f.y_type) % line) return;
+    const Array streamed(f.y_type, f.rows, f.groups * f.cols, 0);
+    f.y = streamed.at(0), f.stream = true;
+    call();
+    if (!streamed.same_rows(y)) fail("y differs when it is written past the cache");
+}
+
 void forward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
     rmsnorm::Forward f{};
     f.eps = read<double>(in);
@@ -118,21 +130,78 @@ void forward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
     std::unique_ptr<float[]> rstd(new float[size_t(f.rows)]);
     const std::vector<float> gain = gain_of(kernels, weight, offset);
 
-    f.x = x.at(0), f.y = y.at(0);
+    f.x = x.at(0);
     if (residual) f.residual = residual.at(0), f.h = h.at(0);
     f.rstd = rstd.get();
     f.gain = weight ? gain.data() : nullptr;
-    kernels.forward(f);
-    if (f.cols * rmsnorm::size_of(f.y_type) % line == 0) {
-        const Array streamed(f.y_type, f.rows, f.cols, 0);
-        f.y = streamed.at(0), f.stream = true;
-        kernels.forward(f);
-        if (!streamed.same_rows(y)) fail("y differs when it is written past the cache");
-    }
+    into(f, y, [&] { kernels.forward(f); });
 
     y.write(out);
     if (residual) h.write(out);
     std::fwrite(rstd.get(), sizeof(float), size_t(f.rows), out);
+}
+
+void gated_forward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
+    rmsnorm::GatedForward g{};
+    rmsnorm::Forward& f = g.norm;
+    f.eps = read<double>(in);
+    const auto offset = float(read<double>(in));
+    f.y_type = Dtype(read<int64_t>(in));
+    f.x_hat_type = Dtype(read<int64_t>(in));
+    g.normed_type = Dtype(read<int64_t>(in));
+    f.cols = read<int64_t>(in);
+    g.gate.activation = rmsnorm::Activation(read<int64_t>(in));
+    g.gate.first = !read<int64_t>(in);
+    const Array x = Array::from(in), gate = Array::from(in), weight = Array::from(in);
+    const std::vector<float> gain = gain_of(kernels, weight, offset);
+    f.x = x.at(0), f.rows = x.rows(), f.groups = x.cols() / f.cols, f.x_type = x.dtype();
+    f.gain = weight ? gain.data() : nullptr;
+    const Array y(f.y_type, f.rows, x.cols());
+    std::unique_ptr<float[]> rstd(new float[size_t(f.rows * f.groups)]);
+    f.rstd = rstd.get();
+    std::unique_ptr<float[]> scratch(new float[size_t(rmsnorm::gate_scratch(x.cols()))]);
+    g.gate.rows = gate.at(0), g.gate.scratch = scratch.get();
+    into(f, y, [&] { gate ? kernels.gated_forward(g) : kernels.forward(f); });
+    y.write(out);
+    std::fwrite(rstd.get(), sizeof(float), size_t(f.rows * f.groups), out);
+}
+
+// As in gated_ops.cpp, with one thread.
+void gated_backward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
+    rmsnorm::GatedBackward g{};
+    rmsnorm::Backward& b = g.norm;
+    const auto offset = float(read<double>(in));
+    const auto weight_type = Dtype(read<int64_t>(in));
+    b.cols = read<int64_t>(in);
+    g.gate.activation = rmsnorm::Activation(read<int64_t>(in));
+    g.gate.first = !read<int64_t>(in);
+    const Array dy = Array::from(in), x = Array::from(in), gate = Array::from(in), rstd = Array::from(in),
+                weight = Array::from(in);
+    const int64_t rows = x.rows(), cols = x.cols();
+    b.groups = cols / b.cols, b.dy_type = dy.dtype(), b.x_type = x.dtype();
+    const Array dx(b.x_type, rows, cols), dgate(b.x_type, gate ? rows : 0, cols),
+        dweight(weight_type, 1, cols);
+    const std::vector<float> gain = gain_of(kernels, weight, offset);
+    b.gain = weight ? gain.data() : nullptr;
+    std::unique_ptr<float[]> scratch(new float[size_t(b.cols)]),
+        gate_scratch(new float[size_t(rmsnorm::gate_scratch(cols))]);
+    b.scratch = scratch.get(), g.gate.scratch = gate_scratch.get();
+    std::vector<float> total(size_t(cols), 0.0f);
+    const int64_t length = std::max<int64_t>(64, (rows + 255) / 256);
+    for (int64_t begin = 0; begin < rows; begin += length) {
+        std::vector<float> sum(size_t(cols), 0.0f);
+        b.rows = std::min(length, rows - begin);
+        b.dy = dy.at(begin), b.x = x.at(begin), b.dx = dx.at(begin);
+        b.rstd = rstd.floats() + begin * b.groups;
+        b.dweight = sum.data();
+        if (gate) g.gate.rows = gate.at(begin), g.dgate = dgate.at(begin);
+        gate ? kernels.gated_backward(g) : kernels.backward(b);
+        kernels.accumulate(sum.data(), total.data(), cols);
+    }
+    kernels.round(total.data(), dweight.data(), dweight.dtype(), cols);
+    dx.write(out);
+    if (gate) dgate.write(out);
+    dweight.write(out);
 }
 
 // As in ops.cpp, with one thread: block after block, each with its own sum.
@@ -183,8 +252,8 @@ int main(int count, char** arguments) {
     std::FILE* in = std::fopen(arguments[1], "rb");
     std::FILE* out = std::fopen(arguments[2], "wb");
     if (!in || !out) fail("cannot open the files");
-    for (int64_t left = read<int64_t>(in); left > 0; --left)
-        read<int64_t>(in) ? backward(*kernels, in, out) : forward(*kernels, in, out);
+    constexpr decltype(&forward) calls[] = {forward, backward, gated_forward, gated_backward};
+    for (int64_t left = read<int64_t>(in); left > 0; --left) calls[read<int64_t>(in)](*kernels, in, out);
     std::fclose(in);
     if (std::fclose(out)) fail("cannot write the results");
     std::puts(kernels->name);

@@ -101,21 +101,33 @@ def differences(program, isa, cases, encoded, directory):
 def encode(case):
     if case.op in ("normalize", "add"):
         x, *residual, weight, eps, offset, rounding = case.arguments
-        name = reference.ROUNDINGS[rounding]
-        y_type = reference.result_dtype(x, weight, name)
-        # The type that x_hat is rounded to: ops.cpp's x_hat_dtype.
-        x_hat_type = torch.float32
-        if name == "before_scale":
-            x_hat_type = x.dtype
-        elif name == "weight_dtype" and weight is not None:
-            x_hat_type = weight.dtype
-        head = struct.pack("<qddqq", 0, eps, offset, _CODES[y_type], _CODES[x_hat_type])
+        y_type = reference.result_dtype(x, weight, reference.ROUNDINGS[rounding])
+        head = struct.pack("<qddqq", 0, eps, offset, _CODES[y_type], _CODES[x_hat_type(x, weight, rounding)])
         return head + array(x) + array(residual[0] if residual else None) + array(weight)
+    if case.op == "gated":
+        x, gate, weight, eps, offset, rounding, group_size, activation, norm_first = case.arguments
+        normed_type = reference.result_dtype(x, weight, reference.ROUNDINGS[rounding]) if rounding else torch.float32
+        types = (case.expected[0].dtype, x_hat_type(x, weight, rounding), normed_type)
+        head = struct.pack("<qdd6q", 2, eps, offset, *map(_CODES.get, types), group_size, activation, norm_first)
+        return head + b"".join(map(array, (x, gate, weight)))
+    if case.op == "gated_backward":
+        dy, x, gate, rstd, weight, offset, group_size, activation, norm_first = case.arguments
+        weight_type = 0 if weight is None else _CODES[weight.dtype]
+        head = struct.pack("<qd4q", 3, offset, weight_type, group_size, activation, norm_first)
+        return head + b"".join(map(array, (dy, x, gate, rstd.reshape(1, -1), weight)))
     dy, x, rstd, weight, offset, dh, *rebuilt = case.arguments
     rebuilt_type = _CODES[rebuilt[0]] if rebuilt else -1
     weight_type = 0 if weight is None else _CODES[weight.dtype]
     head = struct.pack("<qdqq", 1, offset, rebuilt_type, weight_type)
     return head + b"".join(map(array, (dy, x, rstd.reshape(1, -1), weight, dh)))
+
+
+def x_hat_type(x, weight, rounding):
+    """The type that x_hat is rounded to: the kernels' x_hat_dtype."""
+    name = reference.ROUNDINGS[rounding]
+    if name == "before_scale":
+        return x.dtype
+    return weight.dtype if name == "weight_dtype" and weight is not None else torch.float32
 
 
 def array(t):

@@ -64,7 +64,7 @@ def _load() -> Status:
 # ---------------------------------------------------------------- the reference, with the operators' signatures
 
 
-def _check(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> None:
+def check(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> None:
     """What the kernels check: plain PyTorch would broadcast, truncate and go on."""
     checks.check_inputs(x, weight, None)
     checks.check_eps(eps)
@@ -78,9 +78,9 @@ def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float =
 def forward_train(
     x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
 ) -> tuple[Tensor, Tensor]:
-    _check(x, weight, eps, weight_offset)
+    check(x, weight, eps, weight_offset)
     y, rstd = reference.forward(x, weight, eps, weight_offset, reference.ROUNDINGS[rounding])
-    return _laid_out_like(x, y), rstd.contiguous()
+    return laid_out_like(x, y), rstd.contiguous()
 
 
 def forward_out(
@@ -95,7 +95,7 @@ def add_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, h, rstd = reference.add_forward(x, residual, weight, eps, weight_offset, reference.ROUNDINGS[rounding])
-    return _laid_out_like(x, y), _laid_out_like(x, h), rstd.contiguous()
+    return laid_out_like(x, y), laid_out_like(x, h), rstd.contiguous()
 
 
 def backward(
@@ -114,24 +114,24 @@ def backward(
         x = reference.rebuild(x, rstd, weight, weight_offset, rebuilt_dtype)
     dx, dweight = reference.backward(dy, x, rstd, weight, weight_offset, dh)
     return (
-        _laid_out_like(given, dx) if need_dx else dx.new_empty(0),
+        laid_out_like(given, dx) if need_dx else dx.new_empty(0),
         dweight if need_dweight else dweight.new_empty(0),
     )
 
 
-def _laid_out_like(x: Tensor, result: Tensor) -> Tensor:
-    wanted = _like(x, result.dtype)
+def laid_out_like(x: Tensor, result: Tensor) -> Tensor:
+    wanted = like(x, result.dtype)
     return result if result.stride() == wanted.stride() else wanted.copy_(result)
 
 
 # ---------------------------------------------------------------- shapes, for tracing
 
 
-def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Laid out as x if x is dense with adjacent columns, else contiguous; csrc/ops.cpp does the same."""
-    like = torch.empty_like(x, dtype=dtype)  # keeps the strides of a dense tensor, and of no other
-    if like.stride() == x.stride() and (x.stride(-1) == 1 or x.shape[-1] == 1):
-        return like
+def like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Laid out as x if x is dense with adjacent columns, else contiguous; csrc/tensors.h does the same."""
+    made = torch.empty_like(x, dtype=dtype)  # keeps the strides of a dense tensor, and of no other
+    if made.stride() == x.stride() and (x.stride(-1) == 1 or x.shape[-1] == 1):
+        return made
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
@@ -140,8 +140,8 @@ def _fake_forward(
 ) -> Tensor:
     # The dispatcher comes here when any argument is on the meta device: without the kernel's checks.
     if x.is_meta or (weight is not None and weight.is_meta):
-        _check(x, weight, eps, weight_offset)
-    return _like(x, reference.result_dtype(x, weight, reference.ROUNDINGS[rounding]))
+        check(x, weight, eps, weight_offset)
+    return like(x, reference.result_dtype(x, weight, reference.ROUNDINGS[rounding]))
 
 
 def _rstd_like(x: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def _fake_forward_out(
 def _fake_add_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_forward(x, weight, eps, weight_offset, rounding), _like(x, x.dtype), _rstd_like(x)
+    return _fake_forward(x, weight, eps, weight_offset, rounding), like(x, x.dtype), _rstd_like(x)
 
 
 def _fake_backward(
@@ -177,12 +177,13 @@ def _fake_backward(
     need_dx: bool,
     need_dweight: bool,
 ) -> tuple[Tensor, Tensor]:
-    dx = _like(x, rebuilt_dtype or x.dtype) if need_dx else x.new_empty(0, dtype=rebuilt_dtype or x.dtype)
+    dx = like(x, rebuilt_dtype or x.dtype) if need_dx else x.new_empty(0, dtype=rebuilt_dtype or x.dtype)
     dweight = x.new_empty(x.shape[-1] if need_dweight else 0, dtype=rstd.dtype if weight is None else weight.dtype)
     return dx, dweight
 
 
-_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+Implementation = tuple[Callable[..., Any], Callable[..., Any]]  # and its fake
+_IMPLEMENTATIONS: dict[str, Implementation] = {
     "forward": (forward, _fake_forward),
     "forward_train": (forward_train, _fake_forward_train),
     "forward_out": (forward_out, _fake_forward_out),
@@ -192,27 +193,35 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 _status = _load()
 _library = torch.library.Library("rmsnorm", "FRAGMENT")
-if not _status.compiled:
-    for _schema in _SCHEMAS.strip().splitlines():
-        _library.define(_schema)
-for _name, (_function, _fake) in _IMPLEMENTATIONS.items():
-    _library.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"rmsnorm::{_name}", _fake, lib=_library)
-for _name in ("forward", "forward_train", "add_forward", "backward"):
-    _op = getattr(torch.ops.rmsnorm, _name).default
-    torch.library.register_vmap(f"rmsnorm::{_name}", batching.rule(_op), lib=_library)
-
-_reference = SimpleNamespace(**{name: function for name, (function, _) in _IMPLEMENTATIONS.items()})
-_traced = SimpleNamespace(**{name: getattr(torch.ops.rmsnorm, name).default for name in _IMPLEMENTATIONS})
-# The same without OpOverload's Python frame, which is 0.3 us of a call of 2.5 and which torch.compile needs to see.
-direct = SimpleNamespace(**{name: getattr(op, "_op", op) for name, op in vars(_traced).items()})
 
 
-def operators(x: Tensor) -> SimpleNamespace:
-    """The operators by name. The kernels know no float64, which the reference computes on every device."""
-    if x.dtype == torch.float64:
-        return _reference
-    return _traced if torch.compiler.is_compiling() else direct
+class Operators:
+    """Operators by name, in the ways to call them; made from schemas, and their implementation and fake by name."""
+
+    def __init__(self, schemas: str, implementations: dict[str, Implementation]) -> None:
+        if not _status.compiled:
+            for schema in schemas.strip().splitlines():
+                _library.define(schema)
+        for name, (function, fake) in implementations.items():
+            _library.impl(name, function, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"rmsnorm::{name}", fake, lib=_library)
+        self.reference = SimpleNamespace(**{name: function for name, (function, _) in implementations.items()})
+        self.traced = SimpleNamespace(**{name: getattr(torch.ops.rmsnorm, name).default for name in implementations})
+        # Without OpOverload's Python frame, which is 0.3 us of a call of 2.5 and which torch.compile needs to see.
+        self.direct = SimpleNamespace(**{name: getattr(op, "_op", op) for name, op in vars(self.traced).items()})
+        for name, op in vars(self.traced).items():
+            if not op._schema.is_mutable:
+                torch.library.register_vmap(f"rmsnorm::{name}", batching.rule(op), lib=_library)
+
+    def __call__(self, x: Tensor) -> SimpleNamespace:
+        """Those for x. The kernels know no float64, which the reference computes on every device."""
+        if x.dtype == torch.float64:
+            return self.reference
+        return self.traced if torch.compiler.is_compiling() else self.direct
+
+
+operators = Operators(_SCHEMAS, _IMPLEMENTATIONS)
+direct = operators.direct
 
 
 def status() -> Status:

@@ -24,7 +24,7 @@ TRACERS = (torch._subclasses.FakeTensor, torch._subclasses.functional_tensor.Fun
 _BATCHED: Any = torch._C._parse_dispatch_key("Batched")
 
 
-def _is_batched(t: Tensor | None) -> bool:
+def is_batched(t: Tensor | None) -> bool:
     return t is not None and bool(torch._C._dispatch_keys(t).has(_BATCHED))
 
 
@@ -118,7 +118,7 @@ def gradients(
         weight = weight.float()  # so that dweight, a partial sum on each rank, is rounded once, when it is reduced
     # The computation's dtype is rstd's: x may be y, which has another.
     if forward_ad._current_level >= 0 or (
-        (again or rstd.dtype == torch.float64) and (_is_batched(dy) or _is_batched(dh))
+        (again or rstd.dtype == torch.float64) and (is_batched(dy) or is_batched(dh))
     ):
         # Under the older vmap `Backward` would lose the graph, and the reference reads bits, which has no rule there.
         x = x if rebuilt is None else reference.rebuild(x, rstd, weight, weight_offset, rebuilt)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rmsnorm.gated_reference import ACTIVATIONS
 from rmsnorm.reference import ROUNDINGS
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -59,6 +60,32 @@ def check_rounding(rounding: str) -> int:
     if not isinstance(rounding, str) or rounding not in ROUNDINGS:
         raise ValueError(f"rounding must be one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}")
     return ROUNDINGS.index(rounding)
+
+
+def check_group_size(group_size: Any, cols: int) -> int:
+    """A positive integer that divides the row; None means the whole row."""
+    if group_size is None:
+        return cols
+    if not _is_integer(group_size) or group_size < 1 or cols % group_size:
+        raise ValueError(
+            f"group_size must be a positive integer that divides the last dimension {cols}, got {group_size!r}"
+        )
+    return group_size if isinstance(group_size, torch.SymInt) else int(group_size)  # type: ignore[return-value]
+
+
+def check_gate(gate: Tensor, x: Tensor) -> None:
+    """A tensor like x."""
+    check_tensor(gate, "gate")
+    for what in ("shape", "dtype", "device"):
+        if getattr(gate, what) != getattr(x, what):
+            raise ValueError(f"gate must have x's {what} {getattr(x, what)}, got {getattr(gate, what)}")
+
+
+def check_activation(activation: Any) -> int:
+    """Its index in `gated_reference.ACTIVATIONS`."""
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
+    return ACTIVATIONS.index(activation)
 
 
 def check_shape(shape: Any, name: str) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rmsnorm import reference
+from rmsnorm import gated_reference, reference
 
 
 def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, rounding: str) -> Tensor:
@@ -54,3 +54,35 @@ def backward(
         dx = dx + dh.to(compute)
     dweight = None if weight is None else (g * x_hat).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
     return dx.to(x.dtype), dweight
+
+
+def gated_forward(
+    x: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    rounding: str,
+    group_size: int,
+    activation: str,
+    norm_before_gate: bool,
+) -> Tensor:
+    """The norms of gated_reference.py: over groups of the last dimension, and with a gate before or after."""
+    compute = reference.compute_dtype(x)
+    u = x.to(compute)
+    act = None
+    if gate is not None:
+        z = gate.to(compute)
+        act = torch.sigmoid(z) if activation == "sigmoid" else z * torch.sigmoid(z)
+    if act is not None and not norm_before_gate:
+        u = u * act
+    u = u.reshape(*u.shape[:-1], u.shape[-1] // group_size, group_size)
+    y = (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)).flatten(-2)
+    y = reference.round_x_hat(y, x, weight, rounding)
+    if weight is not None:
+        y = y * (weight.to(compute) + weight_offset)
+    if act is not None and norm_before_gate:
+        if rounding != "once":
+            y = y.to(reference.result_dtype(x, weight, rounding)).to(compute)
+        y = y * act
+    return y.to(gated_reference.result_dtype(x, gate, weight, rounding, norm_before_gate))

@@ -103,10 +103,10 @@ def rms_norm(
                 return _forward(x, weight, eps, weight_offset, _CODES[rounding])  # type: ignore[no-any-return]
     except (AttributeError, KeyError, RuntimeError, TypeError):
         pass
-    if group_size is not None:
-        return _normalize_groups(x, weight, eps, weight_offset, rounding, normalized_shape, group_size, out)
     if out is not None:
-        return _write_out(out, x, weight, eps, weight_offset, rounding, normalized_shape)
+        return _write_out(out, x, weight, eps, weight_offset, rounding, normalized_shape, group_size)
+    if group_size is not None:
+        return _normalize_groups(x, weight, eps, weight_offset, rounding, normalized_shape, group_size)
     return normalize(x, None, weight, eps, weight_offset, rounding, normalized_shape)[0]
 
 
@@ -184,8 +184,9 @@ def _write_out(
     weight_offset: float,
     rounding: str,
     normalized_shape: int | Sequence[int] | None,
+    group_size: int | None,
 ) -> Tensor:
-    """What the operator does not take: several dimensions, strided columns, float64; and what it must not."""
+    """What the operator does not take: several dimensions, strided columns, float64, groups; and what it must not."""
     if _functorch_active() or _forward_mode._current_level >= 0:
         raise ValueError("out is for inference: leave it out inside torch.func transforms and forward-mode derivatives")
     if isinstance(out, Tensor) and transforms.dispatches_itself(out):
@@ -195,6 +196,8 @@ def _write_out(
     checks.check_out(out, x, weight, reference.result_dtype(x, weight, rounding))
     if _grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, out)):
         raise ValueError("out is for inference: call under torch.no_grad(), or leave it out where a gradient is needed")
+    if group_size is not None:
+        return out.copy_(_normalize_groups(x, weight, eps, weight_offset, rounding, normalized_shape, group_size))
     return out.copy_(normalize(x, None, weight, eps, weight_offset, rounding, normalized_shape)[0])
 
 
@@ -206,10 +209,11 @@ def _normalize_groups(
     rounding: str,
     normalized_shape: int | Sequence[int] | None,
     group_size: int,
-    out: Tensor | None,
 ) -> Tensor:
+    if normalized_shape is None:
+        y = gating.direct(x, None, weight, eps, weight_offset, rounding, group_size)
+        if y is not None:
+            return y
     if checks.check_inputs(x, weight, normalized_shape) != 1:
         raise ValueError("group_size divides the last dimension: weight and normalized_shape must have one dimension")
-    if out is not None:
-        raise ValueError("out is not offered together with group_size")
     return gating.normalize_groups(x, None, weight, eps, weight_offset, rounding, group_size)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from rmsnorm import checks, gated_reference, reference, transforms
+from rmsnorm import checks, gated_autograd, gated_reference, reference, routing
+from rmsnorm._gated_ops import operators
+
+_ROUNDING_CODES = {name: index for index, name in enumerate(reference.ROUNDINGS)}
+_ACTIVATION_CODES = {name: index for index, name in enumerate(gated_reference.ACTIVATIONS)}
+_forward = operators.direct.gated_forward
+# Function.apply, less what it does for functorch, which does not come this way.
+_train = super(torch.autograd.Function, gated_autograd.GatedRMSNorm).apply
+_compiling = torch.compiler.is_compiling
+_functorch_active = torch._C._are_functorch_transforms_active
+_forward_mode = torch.autograd.forward_ad
+_grad_enabled = torch.is_grad_enabled
+_FLOAT64 = torch.float64
 
 
 def gated_rms_norm(
@@ -48,17 +58,58 @@ def gated_rms_norm(
 
     Source: Dao and Gu, "Transformers are SSMs", 2024, and its `RMSNormGated`.
     """
+    try:
+        code = _ACTIVATION_CODES[activation]
+    except (KeyError, TypeError):
+        code = checks.check_activation(activation)
+    y = direct(x, gate, weight, eps, weight_offset, rounding, group_size, code, norm_before_gate)
+    if y is not None:
+        return y
     if checks.check_inputs(x, weight, None) != 1:
         shape = None if weight is None else tuple(weight.shape)
         raise ValueError(f"weight must have one dimension, got shape {shape}")
-    checks.check_tensor(gate, "gate")
-    for what in ("shape", "dtype", "device"):
-        if getattr(gate, what) != getattr(x, what):
-            raise ValueError(f"gate must have x's {what} {getattr(x, what)}, got {getattr(gate, what)}")
-    if activation not in gated_reference.ACTIVATIONS:
-        allowed = ", ".join(map(repr, gated_reference.ACTIVATIONS))
-        raise ValueError(f"activation must be one of {allowed}, got {activation!r}")
-    return normalize_groups(x, gate, weight, eps, weight_offset, rounding, group_size, activation, norm_before_gate)
+    checks.check_gate(gate, x)
+    return normalize_groups(x, gate, weight, eps, weight_offset, rounding, group_size, code, norm_before_gate)
+
+
+def direct(
+    x: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    eps: float | None,
+    weight_offset: float,
+    rounding: str,
+    group_size: int | None,
+    activation: int = 0,
+    norm_before_gate: bool = True,
+) -> Tensor | None:
+    """What is common, straight to the operator, whose own checks guard memory; None for what needs another look."""
+    try:
+        if (
+            type(x) is Tensor
+            and (gate is None or type(gate) is Tensor)
+            and type(eps) is float
+            and type(weight_offset) is float
+            and (group_size is None or type(group_size) is int)
+            and type(norm_before_gate) is bool
+            and x.dtype is not _FLOAT64
+            and (weight is None or (weight.dim() == 1 and weight.dtype is not _FLOAT64))
+            and not _functorch_active()
+            and _forward_mode._current_level < 0
+            and not _compiling()
+        ):
+            cols = x.shape[-1] if group_size is None else group_size
+            options = (eps, weight_offset, _ROUNDING_CODES[rounding], cols, activation, norm_before_gate)
+            if _grad_enabled() and (
+                x.requires_grad
+                or (gate is not None and gate.requires_grad)
+                or (weight is not None and weight.requires_grad)
+            ):
+                return _train(x, gate, weight, *options)  # type: ignore[no-any-return]
+            return _forward(x, gate, weight, *options)  # type: ignore[no-any-return]
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError):
+        pass
+    return None
 
 
 def normalize_groups(
@@ -69,94 +120,30 @@ def normalize_groups(
     weight_offset: float,
     rounding: str,
     group_size: int | None,
-    activation: str = "silu",
+    activation: int = 0,
     norm_before_gate: bool = True,
 ) -> Tensor:
-    """y for tensors that fit together, gradients included; the gate is optional."""
-    options = (
-        checks.check_eps(eps, x.dtype),
-        checks.check_weight_offset(weight_offset),
-        reference.ROUNDINGS[checks.check_rounding(rounding)],
-        check_group_size(group_size, x.shape[-1]),
-        activation,
-        norm_before_gate,
-    )
-    if transforms.in_force() or any(transforms.dispatches_itself(t) for t in (x, gate, weight) if t is not None):
-        return _formula(x, gate, weight, *options)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, gate, weight)):
-        return _GatedRMSNorm.apply(x, gate, weight, *options)  # type: ignore[no-any-return]
-    return gated_reference.forward(x, gate, weight, *options)[0]
-
-
-def check_group_size(group_size: int | None, cols: int) -> int:
-    """A positive integer that divides the row; None means the whole row."""
-    if group_size is None:
-        return cols
-    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1 or cols % group_size:
-        raise ValueError(
-            f"group_size must be a positive integer that divides the last dimension {cols}, got {group_size!r}"
-        )
-    return group_size
-
-
-def _formula(
-    x: Tensor,
-    gate: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    rounding: str,
-    group_size: int,
-    activation: str,
-    norm_before_gate: bool,
-) -> Tensor:
-    """The definition in ordinary differentiable operations, for what knows no others."""
-    compute = reference.compute_dtype(x)
-    u = x.to(compute)
-    act = None
-    if gate is not None:
-        z = gate.to(compute)
-        act = torch.sigmoid(z) if activation == "sigmoid" else z * torch.sigmoid(z)
-    if act is not None and not norm_before_gate:
-        u = u * act
-    u = u.reshape(*u.shape[:-1], u.shape[-1] // group_size, group_size)
-    y = (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)).flatten(-2)
-    y = reference.round_x_hat(y, x, weight, rounding)
-    if weight is not None:
-        y = y * (weight.to(compute) + weight_offset)
-    if act is not None and norm_before_gate:
-        if rounding != "once":
-            y = y.to(reference.result_dtype(x, weight, rounding)).to(compute)
-        y = y * act
-    return y.to(gated_reference.result_dtype(x, gate, weight, rounding, norm_before_gate))
-
-
-class _GatedRMSNorm(torch.autograd.Function):
-    """Saves x, the gate and one number per group."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> Tensor:
-        y, rstd = gated_reference.forward(x, gate, weight, *options)
-        ctx.save_for_backward(x, gate, weight, rstd)
-        ctx.options = options
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, weight, rstd = ctx.saved_tensors
-        _, weight_offset, _, group_size, activation, norm_before_gate = ctx.options
-        if torch.is_grad_enabled():
-            inputs = [t for t in (x, gate, weight) if t is not None and t.requires_grad]
-            found = iter(torch.autograd.grad(_formula(x, gate, weight, *ctx.options), inputs, dy, create_graph=True))
-            grads = [next(found) if t is not None and t.requires_grad else None for t in (x, gate, weight)]
-        else:
-            grads = list(
-                gated_reference.backward(
-                    dy, x, gate, rstd, weight, weight_offset, group_size, activation, norm_before_gate
-                )
-            )
-        needed = [g if need else None for g, need in zip(grads, ctx.needs_input_grad[:3], strict=True)]
-        return (*needed, *(None for _ in ctx.options))
+    """y for tensors that fit together, every kind of them, gradients included; the gate is optional."""
+    eps = checks.check_eps(eps, x.dtype)
+    weight_offset = checks.check_weight_offset(weight_offset)
+    code = checks.check_rounding(rounding)
+    group_size = checks.check_group_size(group_size, x.shape[-1])
+    norm_before_gate = bool(norm_before_gate)
+    options = (eps, weight_offset, code, group_size, activation, norm_before_gate)
+    if routing.need_plain_operations(x, gate, weight):
+        return gated_autograd.formula_of(x, gate, weight, options)
+    result = gated_reference.result_dtype(x, gate, weight, reference.ROUNDINGS[code], norm_before_gate)
+    if weight is not None and weight.dtype == torch.float64 != x.dtype:
+        weight = weight.float()
+    if _functorch_active():
+        y, _ = gated_autograd.FunctorchGatedRMSNorm.apply(x, gate, weight, *options)
+    elif _grad_enabled() and any(t is not None and t.requires_grad for t in (x, gate, weight)):
+        if gate is x and _compiling():
+            gate = x.view_as(x)  # the compiler takes no tensor twice
+        y = gated_autograd.GatedRMSNorm.apply(x, gate, weight, *options)
+    else:
+        y = operators(x).gated_forward(x, gate, weight, *options)
+    return y if y.dtype == result else y.to(result)  # type: ignore[no-any-return]
 
 
 class GatedRMSNorm(nn.Module):
@@ -197,11 +184,9 @@ class GatedRMSNorm(nn.Module):
         self.eps = None if eps is None else checks.check_eps(eps)
         if self.eps is not None and self.eps <= 0:
             raise ValueError(f"eps must be positive, got {eps!r}")
-        if activation not in gated_reference.ACTIVATIONS:
-            allowed = ", ".join(map(repr, gated_reference.ACTIVATIONS))
-            raise ValueError(f"activation must be one of {allowed}, got {activation!r}")
+        checks.check_activation(activation)
         checks.check_rounding(rounding)
-        check_group_size(group_size, self.dim)
+        checks.check_group_size(group_size, self.dim)
         self.elementwise_affine = elementwise_affine
         self.activation = activation
         self.norm_before_gate = norm_before_gate

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rmsnorm import checks, functional, gating
+from rmsnorm import checks, functional
 
 
 class RMSNorm(nn.Module):
@@ -67,7 +67,7 @@ class RMSNorm(nn.Module):
         checks.check_dtype(dtype, "dtype")
         self.rounding = rounding
         if group_size is not None:
-            gating.check_group_size(group_size, self.normalized_shape[-1])
+            checks.check_group_size(group_size, self.normalized_shape[-1])
             if memory_efficient or len(self.normalized_shape) > 1:
                 raise ValueError("group_size divides one dimension, and is not offered with memory_efficient=True")
         self.group_size = group_size

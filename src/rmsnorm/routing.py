@@ -53,7 +53,7 @@ def normalize_rows(
         return sharding.normalize(x, residual, weight, eps, weight_offset, code)  # type: ignore[arg-type]
     if x.is_nested and isinstance(x.shape[-1], int) and x.lengths() is None:  # type: ignore[attr-defined]
         return _normalize_jagged(x, residual, weight, eps, weight_offset, code)
-    if _needs_plain_operations(x, residual, weight, transforming):
+    if need_plain_operations(x, residual, weight):
         if residual is not None:
             x = h = x + residual
         return formula.forward(x, weight, eps, weight_offset, rounding), h
@@ -95,17 +95,17 @@ def _normalize_jagged(
     return jagged(y), None if h is None else jagged(h)
 
 
-def _needs_plain_operations(x: Tensor, residual: Tensor | None, weight: Tensor | None, transforming: bool) -> bool:
-    """Whether only operations that PyTorch itself knows will do."""
-    compiling = torch.compiler.is_compiling()
+def need_plain_operations(*tensors: Tensor | None) -> bool:
+    """Whether only operations that PyTorch itself knows will do; the first is x."""
+    compiling, transforming = torch.compiler.is_compiling(), _functorch_active()
     if formula.exporting() or forward_ad._current_level >= 0:
         return True
     # The compiler would unroll the reference's sums, and traces no `autograd.Function` under functorch.
     if compiling and (_compile_as == "formula" or transforming):
         return True
     # The reference, which computes float64, reads the bits of numbers: torch 2.10 cannot `vmap` that.
-    if x.dtype == torch.float64 and (compiling or transforming):
+    if tensors[0].dtype == torch.float64 and (compiling or transforming):  # type: ignore[union-attr]
         return True
     if transforming and not transforms.only_reverse_mode_and_vmap():
         return True
-    return any(transforms.dispatches_itself(t) for t in (x, residual, weight) if t is not None)
+    return any(transforms.dispatches_itself(t) for t in tensors if t is not None)

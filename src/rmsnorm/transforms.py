@@ -11,19 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm import autograd, formula
+from rmsnorm import autograd
 from rmsnorm._ops import operators
 
 _KNOWN = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Vmap)
-
-
-def in_force() -> bool:
-    """Inside functorch (vmap, grad, jvp), forward-mode differentiation or export."""
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or formula.exporting()
-    )
 
 
 def dispatches_itself(t: Tensor) -> bool:
