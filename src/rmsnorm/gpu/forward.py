@@ -1,0 +1,49 @@
+"""The launch of the forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from rmsnorm.gpu import configurations, layout
+from rmsnorm.gpu.kernels import forward as kernels
+from rmsnorm.gpu.launching import INTERPRETED, Kernel, launch, target
+
+_FORWARD = Kernel(kernels.forward)
+_FORWARD_IN_PIECES = Kernel(kernels.forward_in_pieces)
+
+
+def forward(
+    place: layout.Rows,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    y: Tensor,
+    h: Tensor | None,
+    rstd: Tensor | None,
+    eps: float,
+    offset: float | None,
+    x_hat: Any,
+    rounding: int,
+) -> None:
+    cols, device = x.shape[-1], x.device
+    form = configurations.form(target(device), cols)
+    tile = configurations.forward(cols)
+    tensors = x, residual, weight, y, h, rstd
+    numbers = cols, place.inner, *place.strides, 1.0 / cols, eps, offset
+    aligned = layout.aligned(place, *tensors)
+    key = (
+        *(x.dtype, None if weight is None else weight.dtype, rounding, cols, place.nested),
+        *(residual is None, rstd is None, offset is None),
+    )
+    log_cols = configurations.log_cols(cols)
+    if tile is None:
+        tile = configurations.FORWARD_PIECES
+        constants: tuple[Any, ...] = (x_hat, place.nested, tile.block, log_cols, form, INTERPRETED)
+        arguments: tuple[Any, ...] = (*tensors, *numbers, *constants)
+        launch(_FORWARD_IN_PIECES, device, (place.number, 1, 1), arguments, key, aligned, tile.warps)
+    else:
+        constants = (x_hat, place.nested, tile.rows, tile.block, tile.block == cols, log_cols, form, INTERPRETED)
+        arguments = (*tensors, place.number, *numbers, *constants)
+        launch(_FORWARD, device, (-(-place.number // tile.rows), 1, 1), arguments, key, aligned, tile.warps)
