@@ -1,4 +1,4 @@
-"""The operators `torch.ops.rmsnorm.*`: the compiled kernels on the CPU, the reference everywhere else.
+"""The operators `torch.ops.rmsnorm.*`: compiled kernels on the CPU, Triton's on GPUs, the reference everywhere else.
 
     forward(x, weight, eps, weight_offset, rounding) -> y
     forward_train(...) -> (y, rstd)
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm import batching, checks, reference
+from rmsnorm import batching, checks, gpu, reference
 
 _SCHEMAS = """
 forward(Tensor x, Tensor? weight, float eps, float weight_offset=0.0, int rounding=0) -> Tensor
@@ -198,6 +198,8 @@ if not _status.compiled:
 for _name, (_function, _fake) in _IMPLEMENTATIONS.items():
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"rmsnorm::{_name}", _fake, lib=_library)
+if gpu.missing() is None:
+    gpu.register(_library)
 for _name in ("forward", "forward_train", "add_forward", "backward"):
     _op = getattr(torch.ops.rmsnorm, _name).default
     torch.library.register_vmap(f"rmsnorm::{_name}", batching.rule(_op), lib=_library)

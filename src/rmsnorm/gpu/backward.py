@@ -12,7 +12,7 @@ from rmsnorm.gpu import configurations, layout
 from rmsnorm.gpu.configurations import Tile
 from rmsnorm.gpu.kernels import backward as kernels
 from rmsnorm.gpu.kernels import columns as column_kernels
-from rmsnorm.gpu.launching import ALIGNMENT, INTERPRETED, Kernel, launch, target
+from rmsnorm.gpu.launching import INTERPRETED, Kernel, launch, target
 
 _BACKWARD = Kernel(kernels.backward)
 _SLOPES = Kernel(kernels.slopes)
@@ -42,7 +42,7 @@ def rebuild(y: Tensor, rstd: Tensor, weight: Tensor | None, offset: float | None
         *(place.nested, tile.block, INTERPRETED),
     )
     key = y.dtype, x.dtype, None if weight is None else weight.dtype, offset is None, place.nested
-    aligned = layout.aligned(place, y, x, rstd, weight)
+    aligned = layout.aligned(cols, place.strides, y, x, rstd, weight)
     launch(_REBUILD, y.device, (place.number, -(-cols // tile.block), 1), arguments, key, aligned, tile.warps)
     return x
 
@@ -82,7 +82,7 @@ def gradients(
     dweight = torch.empty(cols, dtype=dweight_dtype(weight), device=device)
     block = configurations.columns(4)
     arguments = partial, dweight, blocks, cols, block.block, configurations.FOLD_UNROLL, INTERPRETED
-    aligned = (partial.data_ptr() | dweight.data_ptr() | cols) % ALIGNMENT == 0
+    aligned = layout.aligned(cols, (), partial, dweight)
     launch(_FOLD, device, (-(-cols // block.block), 1, 1), arguments, (dweight.dtype,), aligned, block.warps)
     return dweight
 
@@ -110,7 +110,7 @@ def _launch_backward(
     )
     key = (*_types(dy, x, weight, offset), cols, place.nested, dh is None, partial is None)
     programs = -(-place.number // (tile.rows if partial is None else length))
-    aligned = layout.aligned(place, *tensors)
+    aligned = layout.aligned(cols, place.strides, *tensors)
     launch(_BACKWARD, device, (programs, 1, 1), (*tensors, *numbers, *constants), key, aligned, tile.warps)
 
 
@@ -126,7 +126,7 @@ def _launch_slopes(
         *(configurations.form(target(device), cols), INTERPRETED),
     )
     key = (*_types(dy, x, weight, offset), cols, place.nested)
-    aligned = layout.aligned(place, *tensors)
+    aligned = layout.aligned(cols, place.strides, *tensors)
     launch(_SLOPES, device, (place.number, 1, 1), (*tensors, *numbers, *constants), key, aligned, tile.warps)
 
 
@@ -150,7 +150,7 @@ def _launch_columns(
     constants = place.nested, tile.block, configurations.COLUMNS_UNROLL, INTERPRETED
     key = (*_types(dy, x, weight, offset), place.nested, dh is None, dx is None, partial is None)
     grid = -(-place.number // length), -(-cols // tile.block), 1
-    aligned = layout.aligned(place, *tensors)
+    aligned = layout.aligned(cols, place.strides, *tensors)
     launch(_COLUMNS, device, grid, (*tensors, *numbers, *constants), key, aligned, tile.warps)
 
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from rmsnorm.gpu.kernels import fixed_sum
 
+# Triton's oldest NVIDIA architecture.
+_OLDEST = 70
 # Beyond these there is the reference: grids have limits, and columns are counted in 32 bits.
 MOST_COLS = 1 << 23
 MOST_ROWS = (1 << 31) - 1
@@ -42,6 +44,11 @@ def form(target: Any, cols: int) -> int:
     if target.arch in _WITH_DOUBLE or cols <= 32:
         return int(fixed_sum.DOUBLE.value)
     return int(fixed_sum.SINGLE.value)
+
+
+def supported(target: Any) -> bool:
+    """Whether Triton compiles for it."""
+    return target.backend != "cuda" or target.arch >= _OLDEST
 
 
 # ---------------------------------------------------------------- tiles: (columns up to, warps)

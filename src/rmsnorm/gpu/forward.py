@@ -32,7 +32,7 @@ def forward(
     tile = configurations.forward(cols)
     tensors = x, residual, weight, y, h, rstd
     numbers = cols, place.inner, *place.strides, 1.0 / cols, eps, offset
-    aligned = layout.aligned(place, *tensors)
+    aligned = layout.aligned(cols, place.strides, *tensors)
     key = (
         *(x.dtype, None if weight is None else weight.dtype, rounding, cols, place.nested),
         *(residual is None, rstd is None, offset is None),

@@ -44,12 +44,12 @@ def rows(*tensors: Tensor | None) -> Rows | None:
     return Rows(groups * inner, inner, groups > 1, tuple(s for pair in zip(outer, strides, strict=True) for s in pair))
 
 
-def aligned(rows: Rows, *tensors: Tensor | None) -> bool:
-    """Whether all rows of all tensors, and all vectors, begin at 16 bytes, as far as Triton can prove it."""
-    bits = 0
-    for stride in rows.strides:
+def aligned(cols: int, strides: tuple[int, ...], *tensors: Tensor | None) -> bool:
+    """Whether every row of every tensor begins at 16 bytes, as far as Triton can prove it from multiples of 16."""
+    bits = cols
+    for stride in strides:
         bits |= stride
     for t in tensors:
         if t is not None:
-            bits |= t.data_ptr() | t.shape[-1]
+            bits |= t.data_ptr()
     return bits % ALIGNMENT == 0

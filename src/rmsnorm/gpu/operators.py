@@ -18,6 +18,7 @@ from rmsnorm import _ops, checks, reference
 from rmsnorm.gpu import backward as backward_launches
 from rmsnorm.gpu import configurations, layout
 from rmsnorm.gpu.forward import forward as launch_forward
+from rmsnorm.gpu.launching import target
 
 _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -141,9 +142,13 @@ def _checked(x: Tensor, weight: Tensor | None, rounding: int) -> tuple[torch.dty
 
 
 def _in_reach(x: Tensor) -> bool:
-    """Whether grids and 32-bit column numbers can count what is in x."""
+    """Whether there are kernels for x's device, and grids and 32-bit column numbers can count what is in x."""
     cols = x.shape[-1]
-    return cols <= configurations.MOST_COLS and x.numel() <= configurations.MOST_ROWS * cols
+    return (
+        cols <= configurations.MOST_COLS
+        and x.numel() <= configurations.MOST_ROWS * cols
+        and configurations.supported(target(x.device))
+    )
 
 
 def _adjacent(t: Tensor) -> bool:

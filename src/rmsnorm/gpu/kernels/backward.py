@@ -15,7 +15,7 @@ from rmsnorm.gpu.kernels.fixed_sum import (
     start,
     total,
 )
-from rmsnorm.gpu.kernels.values import load, load_gain, masks, row_offset, store
+from rmsnorm.gpu.kernels.values import load, load_gain, row_offset, store
 
 
 @triton.jit
@@ -63,7 +63,13 @@ def _tile(
     """dx of ROWS rows; returns their terms of dweight."""
     column = tl.arange(0, BLOCK)[None, :]
     live = row < rows
-    _, mask = masks(live, column, cols, FULL, ROWS)
+    column_mask = None if FULL else column < cols
+    if ROWS == 1:
+        mask = column_mask
+    elif FULL:
+        mask = live[:, None]
+    else:
+        mask = live[:, None] & column_mask
     g = load(dy + row_offset(row, inner, dy_outer, dy_inner, NESTED)[:, None] + column, mask, INTERP)
     values = load(x + row_offset(row, inner, x_outer, x_inner, NESTED)[:, None] + column, mask, INTERP)
     scale = tl.load(rstd + row, mask=live, other=0.0)
@@ -116,7 +122,7 @@ def backward(
     """dx of ROWS whole rows per program; with `partial`, of a block of `length` rows, one by one, and its dweight."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
-    column_mask, _ = masks(None, column, cols, FULL, 1)
+    column_mask = None if FULL else column < cols
     gain = None
     if weight is not None:
         gain = load_gain(weight, offset, column, column_mask, INTERP)

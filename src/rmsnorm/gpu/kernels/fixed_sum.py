@@ -55,14 +55,16 @@ def _add_toward_zero(a, b, c, quantum, INTERP: tl.constexpr):
     if INTERP:
         product = a.to(tl.float64) * b.to(tl.float64)
         floor = tl.floor(product / quantum.to(tl.float64)) * quantum.to(tl.float64)
-        return (c.to(tl.float64) + floor).to(c.dtype)
-    if c.dtype == tl.float64:
-        return tl.inline_asm_elementwise(
+        result = (c.to(tl.float64) + floor).to(c.dtype)
+    elif c.dtype == tl.float64:
+        result = tl.inline_asm_elementwise(
             "fma.rz.f64 $0, $1, $2, $3;", "=d,d,d,d", [a, b, c], dtype=tl.float64, is_pure=True, pack=1
         )
-    return tl.inline_asm_elementwise(
-        "fma.rz.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1
-    )
+    else:
+        result = tl.inline_asm_elementwise(
+            "fma.rz.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return result
 
 
 @triton.jit
@@ -75,10 +77,12 @@ def single_fits(e, LOG_COLS: tl.constexpr):
 def start(e, LOG_COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr):
     """An accumulator with nothing in it, for products below 2^e."""
     if FORM == FLOOR:
-        return tl.zeros([ROWS, BLOCK], tl.float64)
-    if FORM == DOUBLE:
-        return tl.broadcast_to((1.5 * power_of_two(e + LOG_COLS + 1))[:, None], [ROWS, BLOCK])
-    return tl.zeros([ROWS, BLOCK], tl.int64)
+        acc = tl.zeros([ROWS, BLOCK], tl.float64)
+    elif FORM == DOUBLE:
+        acc = tl.broadcast_to((1.5 * power_of_two(e + LOG_COLS + 1))[:, None], [ROWS, BLOCK])
+    else:
+        acc = tl.zeros([ROWS, BLOCK], tl.int64)
+    return acc
 
 
 @triton.jit
@@ -86,19 +90,21 @@ def accumulate(acc, a, b, e, LOG_COLS: tl.constexpr, FORM: tl.constexpr, INTERP:
     """acc with floor(a * b / q) added to each element, q = 2^(e + LOG_COLS - 51)."""
     if FORM == FLOOR:
         quanta_per_unit = power_of_two(51 - LOG_COLS - e)[:, None]
-        return acc + tl.floor(a.to(tl.float64) * b.to(tl.float64) * quanta_per_unit)
-    if FORM == DOUBLE:
+        acc += tl.floor(a.to(tl.float64) * b.to(tl.float64) * quanta_per_unit)
+    elif FORM == DOUBLE:
         quantum = power_of_two(e + LOG_COLS - 51)[:, None]
-        return _add_toward_zero(a.to(tl.float64), b.to(tl.float64), acc, quantum, INTERP)
-    # `coarse` has a last bit of 2^23 quanta and `fine` of one. What `coarse` took is subtracted, exactly, from
-    # what `fine` starts from; the product goes into both whole.
-    fine = _power_of_two_single(e + LOG_COLS - 28)[:, None]
-    coarse = 1.5 * 8388608.0 * fine
-    upper = _add_toward_zero(a, b, tl.broadcast_to(coarse, a.shape), fine, INTERP)
-    lower = _add_toward_zero(a, b, (coarse + fine) - upper, fine.to(tl.float64) * 2.0**-23, INTERP)
-    count = upper.to(tl.int32, bitcast=True) - coarse.to(tl.int32, bitcast=True)
-    rest = lower.to(tl.int32, bitcast=True) - fine.to(tl.int32, bitcast=True)
-    return acc + (count.to(tl.int64) * 8388608 + rest)
+        acc = _add_toward_zero(a.to(tl.float64), b.to(tl.float64), acc, quantum, INTERP)
+    else:
+        # `coarse` has a last bit of 2^23 quanta and `fine` of one. What `coarse` took is subtracted, exactly, from
+        # what `fine` starts from; the product goes into both whole.
+        fine = _power_of_two_single(e + LOG_COLS - 28)[:, None]
+        coarse = 1.5 * 8388608.0 * fine
+        upper = _add_toward_zero(a, b, tl.broadcast_to(coarse, a.shape), fine, INTERP)
+        lower = _add_toward_zero(a, b, (coarse + fine) - upper, fine.to(tl.float64) * 2.0**-23, INTERP)
+        count = upper.to(tl.int32, bitcast=True) - coarse.to(tl.int32, bitcast=True)
+        rest = lower.to(tl.int32, bitcast=True) - fine.to(tl.int32, bitcast=True)
+        acc += count.to(tl.int64) * 8388608 + rest
+    return acc
 
 
 @triton.jit
@@ -116,17 +122,21 @@ def total(acc, e, LOG_COLS: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexp
 
 
 @triton.jit
+def _sum_of_tile(a, b, e, LOG_COLS: tl.constexpr, FORM: tl.constexpr, INTERP: tl.constexpr):
+    acc = start(e, LOG_COLS, a.shape[0], a.shape[1], FORM)
+    acc = accumulate(acc, a, b, e, LOG_COLS, FORM, INTERP)
+    return total(acc, e, LOG_COLS, a.shape[1], FORM)
+
+
+@triton.jit
 def fixed_sum(a, b, e, LOG_COLS: tl.constexpr, FORM: tl.constexpr, INTERP: tl.constexpr):
     """The sum of a * b over each row of one tile, |a * b| < 2^e."""
     if FORM == SINGLE:
         # One row out of range sends its whole tile the portable way; no row of a network's activations is.
         if tl.min(single_fits(e, LOG_COLS).to(tl.int32), axis=0) == 1:
-            acc = start(e, LOG_COLS, a.shape[0], a.shape[1], SINGLE)
-            result = total(accumulate(acc, a, b, e, LOG_COLS, SINGLE, INTERP), e, LOG_COLS, a.shape[1], SINGLE)
+            result = _sum_of_tile(a, b, e, LOG_COLS, SINGLE, INTERP)
         else:
-            acc = start(e, LOG_COLS, a.shape[0], a.shape[1], FLOOR)
-            result = total(accumulate(acc, a, b, e, LOG_COLS, FLOOR, INTERP), e, LOG_COLS, a.shape[1], FLOOR)
+            result = _sum_of_tile(a, b, e, LOG_COLS, FLOOR, INTERP)
     else:
-        acc = start(e, LOG_COLS, a.shape[0], a.shape[1], FORM)
-        result = total(accumulate(acc, a, b, e, LOG_COLS, FORM, INTERP), e, LOG_COLS, a.shape[1], FORM)
+        result = _sum_of_tile(a, b, e, LOG_COLS, FORM, INTERP)
     return result

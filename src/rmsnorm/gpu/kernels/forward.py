@@ -15,7 +15,7 @@ from rmsnorm.gpu.kernels.fixed_sum import (
     start,
     total,
 )
-from rmsnorm.gpu.kernels.values import load, load_gain, masks, round_to, row_offset, store
+from rmsnorm.gpu.kernels.values import load, load_gain, round_to, row_offset, store
 
 
 @triton.jit
@@ -70,7 +70,13 @@ def forward(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     live = row < rows
-    column_mask, mask = masks(live, column, cols, FULL, ROWS)
+    column_mask = None if FULL else column < cols
+    if ROWS == 1:
+        mask = column_mask
+    elif FULL:
+        mask = live[:, None]
+    else:
+        mask = live[:, None] & column_mask
 
     values = load(x + row_offset(row, inner, x_outer, x_inner, NESTED)[:, None] + column, mask, INTERP)
     if residual is not None:

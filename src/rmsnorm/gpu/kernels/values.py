@@ -1,4 +1,7 @@
-"""Elements and rows of a tile: loading, storing, rounding, the gain, where a row lies."""
+"""Elements and rows of a tile: loading, storing, rounding, the gain, where a row lies.
+
+A trap of Triton's: after `if CONSTANT: return a` the rest of a function is compiled too. So there is one return each.
+"""
 
 import triton
 import triton.language as tl
@@ -9,8 +12,10 @@ def widen(values, INTERP: tl.constexpr):
     """To float32, exactly."""
     if INTERP and values.dtype == tl.bfloat16:
         # The interpreter takes subnormal bfloat16 for zeros.
-        return (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return values.to(tl.float32)
+        wide = (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = values.to(tl.float32)
+    return wide
 
 
 @triton.jit
@@ -21,64 +26,51 @@ def narrow(values, DTYPE: tl.constexpr, INTERP: tl.constexpr):
         bits = values.to(tl.uint32, bitcast=True).to(tl.int64)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
-        return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return values.to(DTYPE)
+        narrowed = rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        narrowed = values.to(DTYPE)
+    return narrowed
 
 
 @triton.jit
 def round_to(values, DTYPE: tl.constexpr, INTERP: tl.constexpr):
     """float32 values rounded to DTYPE and widened again."""
-    if DTYPE == tl.float32:
-        return values
-    return widen(narrow(values, DTYPE, INTERP), INTERP)
-
-
-@triton.jit
-def masks(live, column, cols, FULL: tl.constexpr, ROWS: tl.constexpr):
-    """Of a tile's columns, and of its elements; None where nothing is masked out. One row is always live."""
-    if FULL:
-        columns = None
-        elements = None
-        if ROWS > 1:
-            elements = live[:, None]
-    else:
-        columns = column < cols
-        elements = columns
-        if ROWS > 1:
-            elements = live[:, None] & columns
-    return columns, elements
+    rounded = values
+    if DTYPE != tl.float32:
+        rounded = widen(narrow(values, DTYPE, INTERP), INTERP)
+    return rounded
 
 
 @triton.jit
 def load(pointers, mask, INTERP: tl.constexpr):
     """float32 values, 0 where masked out; a mask of None is everything."""
     if mask is None:
-        return widen(tl.load(pointers), INTERP)
-    return widen(tl.load(pointers, mask=mask, other=0.0), INTERP)
+        values = tl.load(pointers)
+    else:
+        values = tl.load(pointers, mask=mask, other=0.0)
+    return widen(values, INTERP)
 
 
 @triton.jit
 def store(pointers, values, mask, INTERP: tl.constexpr):
     """float32 values, rounded to what the pointers point to."""
-    narrowed = narrow(values, pointers.dtype.element_ty, INTERP)
-    if mask is None:
-        tl.store(pointers, narrowed)
-    else:
-        tl.store(pointers, narrowed, mask=mask)
+    tl.store(pointers, narrow(values, pointers.dtype.element_ty, INTERP), mask=mask)
 
 
 @triton.jit
 def load_gain(weight, offset, columns, mask, INTERP: tl.constexpr):
     """float32(weight + offset) of some columns; an offset of None is zero, which must not be added to -0."""
     gain = load(weight + columns, mask, INTERP)
-    if offset is None:
-        return gain
-    return gain + offset
+    if offset is not None:
+        gain += offset
+    return gain
 
 
 @triton.jit
 def row_offset(row, inner, outer_stride, inner_stride, NESTED: tl.constexpr):
     """Where rows begin, in elements, as int64: rows lie a stride apart, or in groups of `inner` that do."""
     if NESTED:
-        return (row // inner) * outer_stride + (row % inner) * inner_stride
-    return row * inner_stride
+        offset = (row // inner) * outer_stride + (row % inner) * inner_stride
+    else:
+        offset = row * inner_stride
+    return offset
