@@ -15,7 +15,37 @@ from tests.rows import DTYPES, all_rows, finite_rows, generator, random_rows, sp
 SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 # Every power of two and its neighbours up to 64, what models have, primes, the last one-tile backward and the next.
 WIDTHS = (
-    *(1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 80, 96, 100, 127, 128, 129, 255, 256, 257, 500, 576),
+    *(
+        1,
+        2,
+        3,
+        4,
+        5,
+        7,
+        8,
+        9,
+        15,
+        16,
+        17,
+        31,
+        32,
+        33,
+        48,
+        63,
+        64,
+        65,
+        80,
+        96,
+        100,
+        127,
+        128,
+        129,
+        255,
+        256,
+        257,
+        500,
+        576,
+    ),
     *(768, 1000, 1024, 1536, 2049, 2880, 4093, 4096, 5120, 8192, 8193),
 )
 assert len(WIDTHS) == 40
@@ -162,3 +192,5 @@ TALL = {
     )
 }
 SHIPPED = {f.__name__: f for f in (shipped_tiles, more_than_a_tile)}
+# Functions of interpreter_checks.py, which takes Triton to import.
+CHECKS = ("out", "far_rows", "permutations", "beyond_reach", "refusals", "public_functions")

@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 from rmsnorm.gpu import configurations, launching, operators
 from tests.bits import difference
-from tests.gpu import cases
+from tests.gpu import cases, interpreter_checks
 
 # One for each form of the sums.
 TARGETS = {
@@ -30,7 +30,7 @@ RESULTS = {"forward_train": ("y", "rstd"), "add_forward": ("y", "h", "rstd"), "b
 TALLEST, LARGEST = 1024, 1 << 18
 
 
-def tall(cols):
+def tall(cols, target):
     """All rows in one program, as far as memory allows."""
     block = configurations.power_of_two(cols)
     return configurations.Tile(max(2, min(TALLEST, LARGEST // block)), block, 4)
@@ -65,7 +65,7 @@ def run(part, parts):
     for group, calls in {**cases.TALL, **cases.SHIPPED}.items():
         if group in cases.TALL:
             configurations.forward = configurations.backward = tall
-            configurations.columns = lambda itemsize: configurations.Tile(1, 8192, 1)
+            configurations.columns = lambda itemsize, target: configurations.Tile(1, 8192, 1)
         else:
             configurations.forward, configurations.backward, configurations.columns = shipped
         report[group] = []
@@ -79,6 +79,8 @@ def run(part, parts):
                 configurations.FUSED_BLOCKS = blocks  # 1: dx and dweight in one kernel even of few rows
                 report[group] += compare(form, *call)
         print(f"{group}: {time.process_time() - begin:.1f} s", file=sys.stderr, flush=True)
+    for number, name in enumerate(cases.CHECKS):
+        report[name] = list(getattr(interpreter_checks, name)()) if number % parts == part else []
     return report
 
 

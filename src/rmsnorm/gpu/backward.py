@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from rmsnorm import _ops, reference
-from rmsnorm.gpu import configurations, layout
+from rmsnorm.gpu import configurations, launching, layout
 from rmsnorm.gpu.configurations import Tile
 from rmsnorm.gpu.kernels import backward as kernels
 from rmsnorm.gpu.kernels import columns as column_kernels
-from rmsnorm.gpu.launching import INTERPRETED, Kernel, launch, target
+from rmsnorm.gpu.launching import INTERPRETED, Kernel
 
 _BACKWARD = Kernel(kernels.backward)
 _SLOPES = Kernel(kernels.slopes)
@@ -36,14 +36,14 @@ def rebuild(y: Tensor, rstd: Tensor, weight: Tensor | None, offset: float | None
     if place.number == 0:
         return x
     cols = y.shape[-1]
-    tile = configurations.columns(2)
+    tile = configurations.columns(2, launching.target(y.device))
     arguments = (
         *(y, x, rstd, weight, cols, place.inner, *place.strides, offset),
         *(place.nested, tile.block, INTERPRETED),
     )
     key = y.dtype, x.dtype, None if weight is None else weight.dtype, offset is None, place.nested
     aligned = layout.aligned(cols, place.strides, y, x, rstd, weight)
-    launch(_REBUILD, y.device, (place.number, -(-cols // tile.block), 1), arguments, key, aligned, tile.warps)
+    launching.launch(_REBUILD, y.device, (place.number, -(-cols // tile.block), 1), arguments, key, aligned, tile.warps)
     return x
 
 
@@ -64,7 +64,7 @@ def gradients(
     blocks = -(-place.number // length)
     partial = torch.empty((blocks, cols), dtype=torch.float32, device=device) if need_dweight else None
     if place.number:
-        tile = configurations.backward(cols)
+        tile = configurations.backward(cols, launching.target(device))
         if dx is None:
             if partial is not None:
                 _launch_columns(place, dy, x, None, None, rstd, weight, None, partial, length, offset)
@@ -80,10 +80,10 @@ def gradients(
     if partial is None:
         return None
     dweight = torch.empty(cols, dtype=dweight_dtype(weight), device=device)
-    block = configurations.columns(4)
+    block = configurations.columns(4, launching.target(device))
     arguments = partial, dweight, blocks, cols, block.block, configurations.FOLD_UNROLL, INTERPRETED
     aligned = layout.aligned(cols, (), partial, dweight)
-    launch(_FOLD, device, (-(-cols // block.block), 1, 1), arguments, (dweight.dtype,), aligned, block.warps)
+    launching.launch(_FOLD, device, (-(-cols // block.block), 1, 1), arguments, (dweight.dtype,), aligned, block.warps)
     return dweight
 
 
@@ -101,7 +101,7 @@ def _launch_backward(
     offset: float | None,
 ) -> None:
     cols, device = x.shape[-1], x.device
-    form = configurations.form(target(device), cols)
+    form = configurations.form(launching.target(device), cols)
     tensors = dy, x, dh, dx, rstd, weight, partial
     numbers = place.number, cols, place.inner, *place.strides, length, 1.0 / cols, offset
     constants = (
@@ -111,23 +111,23 @@ def _launch_backward(
     key = (*_types(dy, x, weight, offset), cols, place.nested, dh is None, partial is None)
     programs = -(-place.number // (tile.rows if partial is None else length))
     aligned = layout.aligned(cols, place.strides, *tensors)
-    launch(_BACKWARD, device, (programs, 1, 1), (*tensors, *numbers, *constants), key, aligned, tile.warps)
+    launching.launch(_BACKWARD, device, (programs, 1, 1), (*tensors, *numbers, *constants), key, aligned, tile.warps)
 
 
 def _launch_slopes(
     place: layout.Rows, dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, k: Tensor, offset: float | None
 ) -> None:
     cols, device = x.shape[-1], x.device
-    tile = configurations.SLOPES
+    tile = configurations.slopes(launching.target(device))
     tensors = dy, x, rstd, weight, k
     numbers = cols, place.inner, *place.strides[:4], 1.0 / cols, offset
     constants = (
         *(place.nested, tile.block, configurations.log_cols(cols)),
-        *(configurations.form(target(device), cols), INTERPRETED),
+        *(configurations.form(launching.target(device), cols), INTERPRETED),
     )
     key = (*_types(dy, x, weight, offset), cols, place.nested)
     aligned = layout.aligned(cols, place.strides, *tensors)
-    launch(_SLOPES, device, (place.number, 1, 1), (*tensors, *numbers, *constants), key, aligned, tile.warps)
+    launching.launch(_SLOPES, device, (place.number, 1, 1), (*tensors, *numbers, *constants), key, aligned, tile.warps)
 
 
 def _launch_columns(
@@ -144,14 +144,14 @@ def _launch_columns(
     offset: float | None,
 ) -> None:
     cols, device = x.shape[-1], x.device
-    tile = configurations.columns(min(dy.dtype.itemsize, x.dtype.itemsize))
+    tile = configurations.columns(min(dy.dtype.itemsize, x.dtype.itemsize), launching.target(device))
     tensors = dy, x, dh, dx, rstd, weight, k, partial
     numbers = place.number, cols, place.inner, *place.strides, length, offset
     constants = place.nested, tile.block, configurations.COLUMNS_UNROLL, INTERPRETED
     key = (*_types(dy, x, weight, offset), place.nested, dh is None, dx is None, partial is None)
     grid = -(-place.number // length), -(-cols // tile.block), 1
     aligned = layout.aligned(cols, place.strides, *tensors)
-    launch(_COLUMNS, device, grid, (*tensors, *numbers, *constants), key, aligned, tile.warps)
+    launching.launch(_COLUMNS, device, grid, (*tensors, *numbers, *constants), key, aligned, tile.warps)
 
 
 def _types(dy: Tensor, x: Tensor, weight: Tensor | None, offset: float | None) -> tuple[Any, ...]:

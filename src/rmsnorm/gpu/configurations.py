@@ -48,18 +48,21 @@ def form(target: Any, cols: int) -> int:
 
 def supported(target: Any) -> bool:
     """Whether Triton compiles for it."""
-    return target.backend != "cuda" or target.arch >= _OLDEST
+    return bool(target.backend != "cuda" or target.arch >= _OLDEST)
 
 
-# ---------------------------------------------------------------- tiles: (columns up to, warps)
+# ---------------------------------------------------------------- tiles
 
-_FORWARD = ((1024, 1), (2048, 2), (4096, 4), (8192, 8), (16384, 16), (32768, 32))
+# (cols up to, warps of 32 threads). SINGLE keeps twice as many numbers in registers. Beyond the last line rows are read
+# in pieces; there the registers of the largest programs would not do, and the compiler would spill (tests/gpu).
+_FORWARD = ((512, 1), (1024, 1), (2048, 2), (4096, 4), (8192, 8), (16384, 16))
+_FORWARD_SINGLE = ((512, 1), (1024, 4), (2048, 4), (4096, 8), (8192, 16))
 _BACKWARD = ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16))
-FORWARD_COLS, BACKWARD_COLS = _FORWARD[-1][0], _BACKWARD[-1][0]
-FORWARD_PIECES = Tile(1, 8192, 16)
-SLOPES = Tile(1, 4096, 16)
-# Elements of short rows that make a tile.
-_ELEMENTS = 1024
+_BACKWARD_SINGLE = ((512, 1), (1024, 4), (2048, 4), (4096, 8), (8192, 16))
+_FORWARD_PIECES = Tile(1, 8192, 16)
+_SLOPES = Tile(1, 4096, 16)
+# Rows this short share a program.
+_SHORT, _SHORT_ELEMENTS, _SHORT_WARPS = 256, 1024, 4
 
 # With at least so many blocks of dweight, one program takes whole rows of a block and makes dx as well: dy and x are
 # read once. With fewer, too little of the device would be at work.
@@ -67,25 +70,45 @@ FUSED_BLOCKS = 64
 COLUMNS_UNROLL, FOLD_UNROLL = 4, 8
 
 
-def forward(cols: int) -> Tile | None:
+def forward(cols: int, target: Any) -> Tile | None:
     """Whole rows; None where they do not fit registers."""
-    return _whole_rows(_FORWARD, cols)
+    return _whole_rows(_FORWARD_SINGLE if _is_single(cols, target) else _FORWARD, cols, target)
 
 
-def backward(cols: int) -> Tile | None:
+def backward(cols: int, target: Any) -> Tile | None:
     """Whole rows; None where they do not fit registers."""
-    return _whole_rows(_BACKWARD, cols)
+    return _whole_rows(_BACKWARD_SINGLE if _is_single(cols, target) else _BACKWARD, cols, target)
 
 
-def _whole_rows(table: tuple[tuple[int, int], ...], cols: int) -> Tile | None:
+def forward_pieces(target: Any) -> Tile:
+    """Pieces of one row, one after another."""
+    return _of_threads(_FORWARD_PIECES, target)
+
+
+def slopes(target: Any) -> Tile:
+    """Pieces of one row, one after another."""
+    return _of_threads(_SLOPES, target)
+
+
+def columns(itemsize: int, target: Any) -> Tile:
+    """Columns of rows that are added up one after another: one warp, 16 bytes a thread."""
+    return Tile(1, target.warp_size * 16 // itemsize, 1)
+
+
+def _is_single(cols: int, target: Any) -> bool:
+    return bool(form(target, cols) == fixed_sum.SINGLE.value)
+
+
+def _whole_rows(table: tuple[tuple[int, int], ...], cols: int, target: Any) -> Tile | None:
     block = power_of_two(cols)
+    if block <= _SHORT:
+        return _of_threads(Tile(_SHORT_ELEMENTS // block, block, _SHORT_WARPS), target)
     for most, warps in table:
         if block <= most:
-            rows = max(1, _ELEMENTS // block)
-            return Tile(rows, block, max(warps, 4) if rows > 1 else warps)
+            return _of_threads(Tile(1, block, warps), target)
     return None
 
 
-def columns(itemsize: int) -> Tile:
-    """Columns of rows that are added up one after another: one warp, 16 bytes a thread."""
-    return Tile(1, 32 * 16 // itemsize, 1)
+def _of_threads(tile: Tile, target: Any) -> Tile:
+    """AMD's warps have 64 threads."""
+    return tile._replace(warps=max(1, tile.warps * 32 // target.warp_size))
