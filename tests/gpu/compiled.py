@@ -147,7 +147,7 @@ def _facts_of_nvidia(code):
         "wide loads": count(r"LDG\..*128"),
         "stores": count("STG"),
         "wide stores": count(r"STG\..*128"),
-        "sums": count(r"DFMA\.RZ|FFMA\.RZ"),
+        "sums": len(re.findall(r"fma\.rz\.f(?:32|64)", code.compiled.asm["ptx"])),
     }
 
 
@@ -176,16 +176,19 @@ def _facts_of_amd(code):
 # ---------------------------------------------------------------- what must hold
 
 _ROW_TENSORS = {"forward": 2, "forward_in_pieces": 2, "backward": 3, "slopes": 2, "columns": 2}
-# Numbers per row, and the weight where a warp has several rows: each is one narrow access of a thread, or a few.
-_PER_ROW = configurations.COLUMNS_UNROLL + 1  # with the rest of the loop
-_NARROW = {  # loads, stores
-    "forward": (1, 1),
-    "forward_in_pieces": (0, 1),
-    "backward": (2, 0),
-    "slopes": (1, 1),
-    "columns": (2 * _PER_ROW, 0),
-    "fold": (0, 1),  # dweight in 16 bits
-}
+
+
+def _narrow(code, found):
+    """How many loads and stores may be narrow: numbers per row, and the weight where a program has several rows."""
+    vectors = max(1, code.rows * code.block * code.x.itemsize // (16 * code.warps * code.target.warp_size))
+    return {
+        "forward": (1, vectors),
+        "forward_in_pieces": (0, 1),
+        "backward": (1 + vectors if code.rows > 1 else 1, 0),
+        "slopes": (1, 1),
+        "columns": (found["wide loads"], 0),  # of each row two vectors and up to two numbers, however often unrolled
+        "fold": (0, 1),  # dweight in 16 bits
+    }[code.kernel]
 
 
 def faults(code):
@@ -198,7 +201,7 @@ def faults(code):
 def _faults(code, found):
     if found["spills"]:
         yield f"{found['spills']} spills"
-    for kind, narrow in zip(("loads", "stores"), _NARROW[code.kernel], strict=True):
+    for kind, narrow in zip(("loads", "stores"), _narrow(code, found), strict=True):
         if found[kind] - found[f"wide {kind}"] > narrow:
             yield f"only {found[f'wide {kind}']} of {found[kind]} {kind} have 16 bytes"
     if found["sums"] != (expected := _sums(code)):
@@ -213,7 +216,8 @@ def _faults(code, found):
         yield from _faults_of_amd(code)
     else:
         ptx = code.compiled.asm["ptx"]
-        if n := ptx.count("fma.rn."):
+        # x + residual in bfloat16 may be one instruction, which rounds once as the float32 sum does that it replaces.
+        if n := len(re.findall(r"fma\.rn\.(?:ftz\.)?f(?:32|64)", ptx)):
             yield f"{n} contracted multiplications and additions"
         if n := ptx.count(".ftz"):
             yield f"{n} instructions that flush subnormals"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import rmsnorm
-from rmsnorm import _ops
+from rmsnorm import _ops, gpu
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +32,7 @@ def collect() -> dict[str, Any]:
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "platform": platform.platform(),
         "kernels": status,
+        "gpu_kernels": {"missing": gpu.missing(), "triton": gpu.triton_version()},
         "RMSNORM_ISA": os.environ.get("RMSNORM_ISA"),
         "threads": torch.get_num_threads(),
         "accelerator": f"{accelerator.type} ({torch.get_device_module(accelerator).get_device_name()})"
@@ -50,6 +51,8 @@ def format_facts(facts: dict[str, Any]) -> str:
     else:
         lines["kernels"] = f"not compiled: {kernels['reason']}"
         lines[""] = "Results are the same to the bit, by plain PyTorch, and slower."
+    without = facts["gpu_kernels"]["missing"]
+    lines["gpu kernels"] = f"Triton {facts['gpu_kernels']['triton']}" if without is None else f"none: {without}"
     lines["threads"] = str(facts["threads"])
     lines["accelerator"] = facts["accelerator"] or "none"
     return "\n".join(f"{name:<14}{value}" for name, value in lines.items())

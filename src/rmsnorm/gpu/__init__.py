@@ -5,6 +5,7 @@ Triton is no dependency: GPU builds of PyTorch bring it. It is imported by the f
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,14 @@ def missing() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed, though PyTorch's own GPU builds require it"
     return None
+
+
+def triton_version() -> str | None:
+    """The release that is installed, found without importing it."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def register(library: torch.library.Library) -> None:

@@ -58,7 +58,6 @@ def supported(target: Any) -> bool:
 _FORWARD = ((512, 1), (1024, 1), (2048, 2), (4096, 4), (8192, 8), (16384, 16))
 _FORWARD_SINGLE = ((512, 1), (1024, 4), (2048, 4), (4096, 8), (8192, 16))
 _BACKWARD = ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16))
-_BACKWARD_SINGLE = ((512, 1), (1024, 4), (2048, 4), (4096, 8), (8192, 16))
 _FORWARD_PIECES = Tile(1, 8192, 16)
 _SLOPES = Tile(1, 4096, 16)
 # Rows this short share a program.
@@ -77,7 +76,7 @@ def forward(cols: int, target: Any) -> Tile | None:
 
 def backward(cols: int, target: Any) -> Tile | None:
     """Whole rows; None where they do not fit registers."""
-    return _whole_rows(_BACKWARD_SINGLE if _is_single(cols, target) else _BACKWARD, cols, target)
+    return _whole_rows(_BACKWARD, cols, target)
 
 
 def forward_pieces(target: Any) -> Tile:
