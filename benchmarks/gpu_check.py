@@ -106,7 +106,7 @@ def unequal(device: torch.device, op: str, arguments: tuple[Any, ...], expected:
 
 def check_bits(report: Report, device: torch.device, dry: bool) -> None:
     """Every width, dtype and form of the sums; the form that the device takes goes first."""
-    from rmsnorm.gpu import configurations, launching
+    from rmsnorm.gpu import configurations, forward, launching
 
     target, chosen = launching.target(device), configurations.form
     forms = sorted(range(3), key=lambda form: form != chosen(target, 4096))
@@ -119,6 +119,7 @@ def check_bits(report: Report, device: torch.device, dry: bool) -> None:
             report.line("bits", skipped=f"from {FORMS[form]} {width} on, for lack of time")
             break
         configurations.form = lambda target, cols, form=form: form
+        forward.plan.cache_clear()
         number = 0
         for dtype in DTYPES:
             for op, arguments in calls(width, dtype, dry):
@@ -128,6 +129,7 @@ def check_bits(report: Report, device: torch.device, dry: bool) -> None:
         launching._compiled.clear()
         report.line("bits", form=FORMS[form], width=width, calls=number, faults=report.faults)
     configurations.form = chosen
+    forward.plan.cache_clear()
     for name, rows, cols in (
         (("short rows", 1 << 10, 4),) if dry else (("short rows", 1 << 20, 4), ("rows", 4096, 4096))
     ):

@@ -63,6 +63,7 @@ def test_info_shows_versions_and_kernels(capsys):
     facts = json.loads(capsys.readouterr().out)
     for name in ("rmsnorm", "torch", "python", "platform"):
         assert facts[name] in text
+    assert (facts["gpu_kernels"]["missing"] or "Triton") in text
     assert facts["torch"] == torch.__version__
     assert facts["threads"] == torch.get_num_threads()
 

@@ -14,7 +14,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from rmsnorm import _ops, gpu
-from rmsnorm.gpu import configurations, launching, layout, operators
+from rmsnorm.gpu import configurations, forward, launching, layout, operators
 
 BRAIN, SINGLE = torch.bfloat16, torch.float32
 
@@ -64,6 +64,7 @@ def recording(target=("cuda", 90, 32)):
     launching.torch = SimpleNamespace(cuda=cuda)
     launching._targets.clear()
     launching._compiled.clear()
+    forward.plan.cache_clear()
     launching._targets[None] = GPUTarget(*target)
     launching._targets[1] = GPUTarget("cuda", 120, 32)
     try:

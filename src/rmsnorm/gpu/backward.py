@@ -147,7 +147,7 @@ def _launch_columns(
     tile = configurations.columns(min(dy.dtype.itemsize, x.dtype.itemsize), launching.target(device))
     tensors = dy, x, dh, dx, rstd, weight, k, partial
     numbers = place.number, cols, place.inner, *place.strides, length, offset
-    constants = place.nested, tile.block, configurations.COLUMNS_UNROLL, INTERPRETED
+    constants = place.nested, tile.block, configurations.columns_unroll(dx is not None), INTERPRETED
     key = (*_types(dy, x, weight, offset), place.nested, dh is None, dx is None, partial is None)
     grid = -(-place.number // length), -(-cols // tile.block), 1
     aligned = layout.aligned(cols, place.strides, *tensors)

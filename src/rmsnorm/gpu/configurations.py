@@ -66,7 +66,7 @@ _SHORT, _SHORT_ELEMENTS, _SHORT_WARPS = 256, 1024, 4
 # With at least so many blocks of dweight, one program takes whole rows of a block and makes dx as well: dy and x are
 # read once. With fewer, too little of the device would be at work.
 FUSED_BLOCKS = 64
-COLUMNS_UNROLL, FOLD_UNROLL = 4, 8
+FOLD_UNROLL = 8
 
 
 def forward(cols: int, target: Any) -> Tile | None:
@@ -92,6 +92,11 @@ def slopes(target: Any) -> Tile:
 def columns(itemsize: int, target: Any) -> Tile:
     """Columns of rows that are added up one after another: one warp, 16 bytes a thread."""
     return Tile(1, target.warp_size * 16 // itemsize, 1)
+
+
+def columns_unroll(with_dx: bool) -> int:
+    """How many rows are loaded before they are added up."""
+    return 2 if with_dx else 4
 
 
 def _is_single(cols: int, target: Any) -> bool:

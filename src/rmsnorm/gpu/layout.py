@@ -26,7 +26,10 @@ def rows(*tensors: Tensor | None) -> Rows | None:
     first = tensors[0]
     assert first is not None  # noqa: S101 - for the type checker
     cols = first.shape[-1]
-    if all(t is None or t.is_contiguous() for t in tensors):
+    for t in tensors:
+        if t is not None and not t.is_contiguous():
+            break
+    else:
         return Rows(first.numel() // cols, 1, False, (0, cols) * len(tensors))
     dims: list[tuple[int, list[int]]] = []  # merged, the innermost last
     for dim, size in enumerate(first.shape[:-1]):

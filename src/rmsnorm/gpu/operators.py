@@ -7,6 +7,7 @@ calls can be captured in a graph once each of their kernels has been compiled.
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any
 
@@ -106,6 +107,7 @@ def backward(
         x = backward_launches.rebuild(x, rstd, weight, offset, rebuilt_dtype)
     dx = _ops._like(given, x_dtype) if need_dx else None
     place = layout.rows(dy, x, dh, dx)
+    copied = place is None
     if place is None:
         dy, x, dh = dy.contiguous(), x.contiguous(), None if dh is None else dh.contiguous()
         dx = torch.empty_like(x) if need_dx else None
@@ -113,7 +115,7 @@ def backward(
         assert place is not None  # noqa: S101 - contiguous tensors
     dweight = backward_launches.gradients(place, dy, x, dh, dx, rstd, weight, offset, need_dweight)
     return (
-        x.new_empty(0) if dx is None else _ops._laid_out_like(given, dx),
+        x.new_empty(0) if dx is None else _ops._laid_out_like(given, dx) if copied else dx,
         torch.empty(0, dtype=backward_launches.dweight_dtype(weight), device=device) if dweight is None else dweight,
     )
 
@@ -132,23 +134,19 @@ def _checked(x: Tensor, weight: Tensor | None, rounding: int) -> tuple[torch.dty
         found = _RESULTS[x.dtype, None if weight is None else weight.dtype, rounding]
     except KeyError:
         raise RuntimeError("rmsnorm kernels take float32, bfloat16 and float16, and a known rounding") from None
-    _require(x.dim() > 0 and x.shape[-1] > 0, "expected at least one dimension, the last not empty")
-    if weight is not None:
-        _require(
-            weight.dim() == 1 and weight.shape[0] == x.shape[-1] and weight.device == x.device,
-            "weight must have one element per column, on x's device",
-        )
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise RuntimeError("expected at least one dimension, the last not empty")
+    if weight is not None and (weight.dim() != 1 or weight.shape[0] != x.shape[-1] or weight.device != x.device):
+        raise RuntimeError("weight must have one element per column, on x's device")
     return found
 
 
 def _in_reach(x: Tensor) -> bool:
     """Whether there are kernels for x's device, and grids and 32-bit column numbers can count what is in x."""
-    cols = x.shape[-1]
-    return (
-        cols <= configurations.MOST_COLS
-        and x.numel() <= configurations.MOST_ROWS * cols
-        and configurations.supported(target(x.device))
-    )
+    cols: int = x.shape[-1]
+    if cols > configurations.MOST_COLS or x.numel() > configurations.MOST_ROWS * cols:
+        return False
+    return configurations.supported(target(x.device))
 
 
 def _adjacent(t: Tensor) -> bool:
@@ -174,18 +172,20 @@ def _normalize(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, h where there is a residual, rstd where wanted."""
     y_dtype, x_hat = _checked(x, weight, rounding)
-    checks.check_eps(eps)
-    checks.check_weight_offset(weight_offset)
+    _require(math.isfinite(eps) and math.isfinite(weight_offset), "eps and weight_offset must be finite")
     if not _in_reach(x):
         return _by_reference(x, residual, weight, eps, weight_offset, rounding, out)
     given = x
     x = _with_adjacent_columns(x)
-    weight = None if weight is None else weight.contiguous()
-    residual = None if residual is None else _with_adjacent_columns(residual)
-    y = _ops._like(x, y_dtype) if out is None else out
-    h = None if residual is None else _ops._like(x, x.dtype)
+    if weight is not None:
+        weight = weight.contiguous()
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) if train else None
+    h = None
+    if residual is not None:
+        residual, h = _with_adjacent_columns(residual), _ops._like(x, x.dtype)
+    y = _ops._like(x, y_dtype) if out is None else out
     place = layout.rows(x, residual, y, h)
+    copied = place is None
     if place is None:
         x, residual = x.contiguous(), None if residual is None else residual.contiguous()
         y, h = torch.empty_like(x, dtype=y_dtype), None if residual is None else torch.empty_like(x)
@@ -193,9 +193,11 @@ def _normalize(
         assert place is not None  # noqa: S101 - contiguous tensors
     if place.number:
         launch_forward(place, x, residual, weight, y, h, rstd, eps, weight_offset or None, x_hat, rounding)
-    if out is not None:
-        return (out if y is out else out.copy_(y)), None, rstd
-    return _ops._laid_out_like(given, y), None if h is None else _ops._laid_out_like(given, h), rstd
+    if copied and out is not None:
+        y = out.copy_(y)
+    elif copied:
+        y, h = _ops._laid_out_like(given, y), None if h is None else _ops._laid_out_like(given, h)
+    return y, h, rstd
 
 
 def _by_reference(
