@@ -15,7 +15,7 @@ CALLS = (
 )
 HEAD = f"""# What the GPU kernels compile to
 
-Triton {triton.__version__}, bfloat16 input and weight, no GPU: `make gpu-table`. Nothing here is a measurement of speed.
+Triton {triton.__version__}, bfloat16 input and weight, without a GPU: `make gpu-table`. No measurement of speed.
 A backward may take several kernels. Loads and stores are all in the listing, and those of 16 bytes; the others are one
 number per row, or a weight that several rows share. Sums are the instructions of the exact sums: float64 FMAs toward
 zero on sm_80, sm_90 and sm_100, twice as many float32 FMAs on sm_120, floors on gfx942. Elements are those of each row
