@@ -10,7 +10,7 @@ import torch
 
 from tests import kernel_cases
 from tests.kernel_calls import plain_weight
-from tests.rows import DTYPES, all_rows, finite_rows, generator, random_rows, special_weight
+from tests.rows import DTYPES, all_rows, finite_rows, from_bits, generator, random_rows, special_weight
 
 SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 # Every power of two and its neighbours up to 64, what models have, primes, the last one-tile backward and the next.
@@ -61,8 +61,8 @@ def add(x, residual, weight, eps=1e-6, offset=0.0, rounding=0):
     return "add_forward", (x, residual, weight, eps, offset, rounding)
 
 
-def backward(dy, x, weight, offset=0.0, dh=None, rebuilt=None, need_dx=True, need_dweight=True):
-    rstd = torch.ops.rmsnorm.forward_train(x, weight, 1e-6, offset, 0)[1]
+def backward(dy, x, weight, offset=0.0, dh=None, rebuilt=None, need_dx=True, need_dweight=True, eps=1e-6):
+    rstd = torch.ops.rmsnorm.forward_train(x, weight, eps, offset, 0)[1]
     if rebuilt is not None:
         x = torch.ops.rmsnorm.forward(x, weight, 1e-6, offset, 0)
     return "backward", (dy, x, rstd, weight, offset, dh, rebuilt, need_dx, need_dweight)
@@ -92,6 +92,24 @@ def any_values():
             yield backward(dy.roll(shift, 0), x, weight, dh=x.roll(-shift, 0) if shift % 2 else None)
             finite = dy.roll(shift, 0).isfinite().all(-1) & x.isfinite().all(-1)
             yield backward(dy.roll(shift, 0)[finite], x[finite], weight)
+
+
+def where_float32_ends():
+    """Rows of the smallest subnormals, products that vanish, a k that is zero and has a sign to keep."""
+    for width, dtype in product((3, 33, 130), DTYPES):
+        g = generator(width)
+        sign = torch.randint(2, (6, width), generator=g) << (8 * dtype.itemsize - 1)
+        x = from_bits(torch.randint(8, (6, width), generator=g) | sign, dtype)
+        dy = random_rows(6, width, dtype, seed=width)
+        yield normalize(x, None, eps=0.0)
+        yield backward(dy, x, None, eps=0.0)
+        yield backward(x, dy, None, eps=0.0)
+        for exponent in (-60, -70, -80):
+            x, dy = (random_rows(5, width, SINGLE, seed=width + i) * 2.0**exponent for i in (7, 8))
+            yield backward(dy, x.to(dtype) if dtype != HALF else x, None, eps=0.0)
+        x, dy = torch.full((1, width), 1000.0, dtype=dtype), torch.full((1, width), -0.0)
+        dy[0, 0] = 2.0**-149
+        yield backward(dy, x, None)
 
 
 def roundings():
@@ -187,7 +205,7 @@ def more_than_a_tile():
 TALL = {
     f.__name__: f
     for f in (
-        *(widths, any_values, roundings, row_counts, layouts, rebuilding),
+        *(widths, any_values, where_float32_ends, roundings, row_counts, layouts, rebuilding),
         *(to_the_last_quantum, slopes_at_ties),
     )
 }
