@@ -22,7 +22,7 @@ from rmsnorm.gpu.kernels.values import load, load_gain, row_offset, store
 def slope(dot, u_largest, x_largest, rstd, reciprocal):
     """k = float32(rstd c / d), in float64; NaN where u or x is not finite."""
     defined = is_finite(u_largest) & is_finite(x_largest)
-    dot = tl.where(defined, dot + 0.0, float("nan"))  # -0, from a sum of nothing but -0, becomes +0
+    dot = tl.where(defined, dot, float("nan"))
     return (rstd.to(tl.float64) * dot * reciprocal).to(tl.float32)
 
 

@@ -75,7 +75,7 @@ def single_fits(e, LOG_COLS: tl.constexpr):
 
 @triton.jit
 def start(e, LOG_COLS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FORM: tl.constexpr):
-    """An accumulator with nothing in it, for products below 2^e."""
+    """An accumulator with nothing in it, for products below 2^e. From +0 no sum of -0 is -0, which k would show."""
     if FORM == FLOOR:
         acc = tl.zeros([ROWS, BLOCK], tl.float64)
     elif FORM == DOUBLE:
