@@ -6,6 +6,7 @@
 
 PYTHON ?= python3
 TORCH_VERSION ?= 2.13.0
+TRITON_VERSION ?= 3.7.1
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
@@ -15,12 +16,12 @@ export RMSNORM_REQUIRE_KERNELS ?= 1
 
 CSRC := $(wildcard csrc/*)
 .DELETE_ON_ERROR:
-.PHONY: demo test check families sanitize bench results wheel fix clean
+.PHONY: demo test check families gpu-table sanitize bench results wheel fix clean
 
 demo: $(VENV)/.demo
 	$(BIN)/rmsnorm demo
 
-test: $(VENV)/.package
+test: $(VENV)/.package $(VENV)/.triton
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.package
@@ -61,6 +62,10 @@ WILD := diffusers==0.42.1 litgpt==0.5.13 timm==1.0.31 torchtune==0.6.1 x-transfo
 families: $(VENV)/.demo
 	$(BIN)/python -m tests.wild.classes
 
+# Registers, spills and instructions of the GPU kernels, compiled without a GPU.
+gpu-table: $(VENV)/.package $(VENV)/.triton
+	PYTHONPATH=$(VENV)/triton $(BIN)/python -m tests.gpu.table
+
 # .venv stays: it may be yours, and it is slow to fill.
 clean:
 	rm -rf build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache $(VENV)/.package
@@ -94,4 +99,10 @@ $(VENV)/.wild: $(VENV)/.demo
 	@echo "installing libraries with norms of their own"
 	@$(PIP) install --no-deps peft==0.21.2
 	@$(PIP) install --no-deps --no-compile --upgrade --target $(VENV)/wild $(WILD)
+	@touch $@
+
+# In a folder of its own: PyTorch behaves differently where it can import Triton, and only tests/gpu needs it.
+$(VENV)/.triton: | $(BIN)/python
+	@echo "installing Triton $(TRITON_VERSION) for the tests of the GPU kernels"
+	@$(PIP) install --no-deps --upgrade --target $(VENV)/triton triton==$(TRITON_VERSION)
 	@touch $@

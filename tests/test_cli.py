@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import rmsnorm
-from rmsnorm import _ops
+from rmsnorm import _ops, gpu
 from rmsnorm.cli import compare, info, main
 
 
@@ -81,6 +81,7 @@ def test_info_shows_versions_and_kernels(capsys):
     facts = json.loads(capsys.readouterr().out)
     for name in ("rmsnorm", "torch", "python", "platform"):
         assert facts[name] in text
+    assert (facts["gpu_kernels"]["missing"] or "Triton") in text
     assert facts["torch"] == torch.__version__
     assert facts["threads"] == torch.get_num_threads()
     assert facts["processor"] in text
@@ -100,8 +101,8 @@ def test_info_names_what_is_missing_with_what_installs_it(monkeypatch, capsys):
     ):
         assert line in lines
     assert any("OMP_NUM_THREADS=3" in line for line in lines)
-    reason = info.gpu_kernels_missing()
-    assert f"GPU kernels   {reason or 'Triton'}" in lines
+    reason = gpu.missing()
+    assert reason is None or f"GPU kernels   none: {reason}" in lines
 
 
 def test_compare_prints_a_table_or_json(capsys):

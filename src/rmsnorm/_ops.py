@@ -1,4 +1,4 @@
-"""The operators `torch.ops.rmsnorm.*`: the compiled kernels on the CPU, the reference everywhere else.
+"""The operators `torch.ops.rmsnorm.*`: compiled kernels on the CPU, Triton's on GPUs, the reference everywhere else.
 
     forward(x, weight, eps, weight_offset, rounding) -> y
     forward_train(...) -> (y, rstd)
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm import batching, checks, reference
+from rmsnorm import batching, checks, gpu, reference
 
 _SCHEMAS = """
 forward(Tensor x, Tensor? weight, float eps, float weight_offset=0.0, int rounding=0) -> Tensor
@@ -221,6 +221,8 @@ class Operators:
 
 
 operators = Operators(_SCHEMAS, _IMPLEMENTATIONS)
+if gpu.missing() is None:
+    gpu.register(_library)
 direct = operators.direct
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import rmsnorm
-from rmsnorm import _ops
+from rmsnorm import _ops, gpu
 
 # The optional extras that commands need.
 EXTRAS = ("bench", "demo")
@@ -44,7 +44,7 @@ def collect() -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": processor(),
         "kernels": asdict(_ops.status()),
-        "gpu_kernels_missing": gpu_kernels_missing(),
+        "gpu_kernels": {"missing": gpu.missing(), "triton": gpu.triton_version()},
         "accelerator": f"{accelerator.type} ({torch.get_device_module(accelerator).get_device_name()})"
         if accelerator
         else None,
@@ -53,14 +53,6 @@ def collect() -> dict[str, Any]:
         "extras": {extra: {package: version(package) for package in packages_of(extra)} for extra in EXTRAS},
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
     }
-
-
-def gpu_kernels_missing() -> str | None:
-    """Return why tensors on a GPU are computed by plain PyTorch; None where they have kernels."""
-    if importlib.util.find_spec("rmsnorm.gpu") is None:
-        return "this version of rmsnorm has none"
-    reason: str | None = importlib.import_module("rmsnorm.gpu").missing()
-    return reason
 
 
 def processor() -> str:
@@ -104,7 +96,8 @@ def format_facts(facts: dict[str, Any]) -> str:
     else:
         lines.append(("CPU kernels", f"not compiled: {kernels['reason']}"))
         lines.append(("", "Results are the same to the bit, by plain PyTorch, and slower."))
-    lines.append(("GPU kernels", facts["gpu_kernels_missing"] or "Triton"))
+    missing, triton = facts["gpu_kernels"].values()
+    lines.append(("GPU kernels", f"Triton {triton}" if missing is None else f"none: {missing}"))
     lines.append(("accelerator", facts["accelerator"] or "torch sees none"))
     lines.append(("threads", f"{facts['threads']}, on {facts['cores']} cores that this process may use"))
     for extra, packages in facts["extras"].items():

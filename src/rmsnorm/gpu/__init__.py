@@ -1,0 +1,52 @@
+"""The Triton kernels for CUDA and ROCm, and whether they run.
+
+Triton is no dependency: GPU builds of PyTorch bring it. It is imported by the first call on a GPU, not before.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+NAMES = ("forward", "forward_train", "forward_out", "add_forward", "backward")
+
+
+def missing() -> str | None:
+    """Why tensors on a GPU are computed by the reference; None where they have kernels."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "this PyTorch is built for the CPU alone"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed, though PyTorch's own GPU builds require it"
+    return None
+
+
+def triton_version() -> str | None:
+    """The release that is installed, found without importing it."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def register(library: torch.library.Library) -> None:
+    """Gives the operators their implementations for CUDA, which is also what ROCm is called."""
+    for name in NAMES:
+        library.impl(name, _imported_when_called(name), "CUDA")
+
+
+def _imported_when_called(name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] | None = None
+
+    def call(*arguments: Any) -> Any:
+        nonlocal function
+        if function is None:
+            from rmsnorm.gpu import operators
+
+            function = getattr(operators, name)
+        return function(*arguments)
+
+    return call

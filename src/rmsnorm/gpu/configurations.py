@@ -1,0 +1,118 @@
+"""Which form of the sums an architecture takes, and how tiles are cut: tables, and no tuning at run time.
+
+Chosen from instruction counts, registers and the rates in NVIDIA's manuals, without a GPU: nothing here was timed
+(docs/gpu.md). No choice changes a bit of any result.
+"""
+
+from typing import Any, NamedTuple
+
+from rmsnorm.gpu.kernels import fixed_sum
+
+# Triton's oldest NVIDIA architecture.
+_OLDEST = 70
+# Beyond these there is the reference: grids have limits, and columns are counted in 32 bits.
+MOST_COLS = 1 << 23
+MOST_ROWS = (1 << 31) - 1
+
+# NVIDIA's architectures with a float64 unit for every second float32 unit. The others have one for 32 or 64.
+_WITH_DOUBLE = (70, 80, 90, 100)
+
+
+class Tile(NamedTuple):
+    """`rows` rows by `block` columns per program, on `warps` warps."""
+
+    rows: int
+    block: int
+    warps: int
+
+
+def power_of_two(n: int) -> int:
+    """The smallest not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def log_cols(cols: int) -> int:
+    """L of the contract."""
+    return (cols - 1).bit_length()
+
+
+def form(target: Any, cols: int) -> int:
+    """The form of the sums (fixed_sum.py)."""
+    if target.backend != "cuda":
+        return int(fixed_sum.FLOOR.value)
+    # SINGLE's two parts have 45 bits, and sums of up to 32 terms need more.
+    if target.arch in _WITH_DOUBLE or cols <= 32:
+        return int(fixed_sum.DOUBLE.value)
+    return int(fixed_sum.SINGLE.value)
+
+
+def supported(target: Any) -> bool:
+    """Whether Triton compiles for it."""
+    return bool(target.backend != "cuda" or target.arch >= _OLDEST)
+
+
+# ---------------------------------------------------------------- tiles
+
+# (cols up to, warps of 32 threads). SINGLE keeps twice as many numbers in registers. Beyond the last line rows are read
+# in pieces; there the registers of the largest programs would not do, and the compiler would spill (tests/gpu).
+_FORWARD = ((512, 1), (1024, 1), (2048, 2), (4096, 4), (8192, 8), (16384, 16))
+_FORWARD_SINGLE = ((512, 1), (1024, 4), (2048, 4), (4096, 8), (8192, 16))
+_BACKWARD = ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16))
+_FORWARD_PIECES = Tile(1, 8192, 16)
+_SLOPES = Tile(1, 4096, 16)
+# Rows this short share a program.
+_SHORT, _SHORT_ELEMENTS, _SHORT_WARPS = 256, 1024, 4
+
+# With at least so many blocks of dweight, one program takes whole rows of a block and makes dx as well: dy and x are
+# read once. With fewer, too little of the device would be at work.
+FUSED_BLOCKS = 64
+FOLD_UNROLL = 8
+
+
+def forward(cols: int, target: Any) -> Tile | None:
+    """Whole rows; None where they do not fit registers."""
+    return _whole_rows(_FORWARD_SINGLE if _is_single(cols, target) else _FORWARD, cols, target)
+
+
+def backward(cols: int, target: Any) -> Tile | None:
+    """Whole rows; None where they do not fit registers."""
+    return _whole_rows(_BACKWARD, cols, target)
+
+
+def forward_pieces(target: Any) -> Tile:
+    """Pieces of one row, one after another."""
+    return _of_threads(_FORWARD_PIECES, target)
+
+
+def slopes(target: Any) -> Tile:
+    """Pieces of one row, one after another."""
+    return _of_threads(_SLOPES, target)
+
+
+def columns(itemsize: int, target: Any) -> Tile:
+    """Columns of rows that are added up one after another: one warp, 16 bytes a thread."""
+    return Tile(1, target.warp_size * 16 // itemsize, 1)
+
+
+def columns_unroll(with_dx: bool) -> int:
+    """How many rows are loaded before they are added up."""
+    return 2 if with_dx else 4
+
+
+def _is_single(cols: int, target: Any) -> bool:
+    return bool(form(target, cols) == fixed_sum.SINGLE.value)
+
+
+def _whole_rows(table: tuple[tuple[int, int], ...], cols: int, target: Any) -> Tile | None:
+    block = power_of_two(cols)
+    if block <= _SHORT:
+        return _of_threads(Tile(_SHORT_ELEMENTS // block, block, _SHORT_WARPS), target)
+    for most, warps in table:
+        if block <= most:
+            return _of_threads(Tile(1, block, warps), target)
+    return None
+
+
+def _of_threads(tile: Tile, target: Any) -> Tile:
+    """AMD's warps have 64 threads."""
+    return tile._replace(warps=max(1, tile.warps * 32 // target.warp_size))

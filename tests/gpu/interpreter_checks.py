@@ -1,0 +1,166 @@
+"""What calls of the operators alone do not show, under the interpreter. Each check yields a text for each fault."""
+
+import mmap
+import warnings
+
+import torch
+
+import rmsnorm
+from rmsnorm import gpu
+from rmsnorm.gpu import configurations, operators
+from tests.bits import difference
+from tests.gpu.cases import BRAIN, DTYPES, SINGLE, plain_weight
+from tests.rows import all_rows, random_rows
+
+ops = torch.ops.rmsnorm
+MAP_NORESERVE = 0x4000  # Linux; the mmap module has it from Python 3.13 on
+
+
+def unequal(what, found, expected):
+    if (wrong := difference(found, expected)) is not None:
+        yield f"{what}: {wrong}"
+
+
+def out():
+    """In place, and into rows with gaps: in one tile and in pieces. Nothing around a row is written."""
+    for width, dtype in ((130, BRAIN), (1000, SINGLE), (32_769, BRAIN)):
+        x, weight = random_rows(3, width, dtype, 1), plain_weight(width, dtype)
+        y = ops.forward(x, weight, 1e-6, 0.0, 0)
+        around = torch.full((3 * (width + 3) + 1,), 7.0, dtype=dtype)
+        rows = around[1:].unflatten(0, (3, width + 3))[:, :width]
+        operators.forward_out(x, weight, 1e-6, rows)
+        yield from unequal(f"out {width}", rows.clone(), y)
+        rows.fill_(7.0)
+        yield from unequal(f"around out {width}", around, torch.full_like(around, 7.0))
+        operators.forward_out(x, weight, 1e-6, x)
+        yield from unequal(f"out=x {width}", x, y)
+
+
+def far_rows():
+    """Offsets are 64-bit. The memory between the rows is reserved and never touched."""
+    stride, rows = 2**31 + 32, 3
+    for width, dtype in ((130, BRAIN), (9000, SINGLE)):
+        room = ((rows - 1) * stride + width) * dtype.itemsize
+        memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+        far = torch.frombuffer(memory, dtype=dtype).as_strided((rows, width), (stride, 1))
+        near, weight = random_rows(rows, width, dtype, 1), plain_weight(width, dtype)
+        far.copy_(near)
+        rstd = ops.forward_train(near, weight, 1e-6, 0.0, 0)[1]
+        expected = ops.backward(near, near, rstd, weight, 0.0, None, None, True, True)
+        for dy, x in ((near, far), (far, near)):
+            found = operators.backward(dy, x, rstd, weight, 0.0, None, None, True, True)
+            for f, e in zip(found, expected, strict=True):
+                yield from unequal(f"backward of far rows {width}", f, e)
+        operators.forward_out(far, weight, 1e-6, far)
+        yield from unequal(f"far rows {width}", far.clone(), ops.forward(near, weight, 1e-6))
+
+
+def permutations():
+    """The sharpest test of the contract: permuted elements permute the result, and change no bit."""
+    for width, dtype in ((130, BRAIN), (4096, SINGLE)):
+        x, weight = all_rows(width, dtype), plain_weight(width, dtype)
+        order = torch.randperm(width, generator=torch.Generator().manual_seed(1))
+        y, rstd = operators.forward_train(x, weight, 1e-6)
+        permuted, rstd_permuted = operators.forward_train(x[:, order], weight[order], 1e-6)
+        yield from unequal(f"permuted y {width}", permuted, y[:, order])
+        yield from unequal(f"permuted rstd {width}", rstd_permuted, rstd)
+
+
+def beyond_reach():
+    """What grids cannot count is computed by the reference."""
+    limits = configurations.MOST_COLS, configurations.MOST_ROWS
+    configurations.MOST_COLS, configurations.MOST_ROWS = 100, 8
+    for shape in ((3, 130), (9, 50)):
+        for dtype in DTYPES:
+            x, weight = random_rows(*shape, dtype, 1), plain_weight(shape[1], dtype)
+            expected = ops.add_forward(x, x, weight, 1e-6)
+            for f, e in zip(operators.add_forward(x, x, weight, 1e-6), expected, strict=True):
+                yield from unequal(f"beyond reach {shape}", f, e)
+            into = torch.empty_like(x)
+            operators.forward_out(x, weight, 1e-6, into)
+            yield from unequal(f"out beyond reach {shape}", into, ops.forward(x, weight, 1e-6))
+            rest = expected[2], weight, 0.0, None, None, True, True
+            for f, e in zip(operators.backward(x, x, *rest), ops.backward(x, x, *rest), strict=True):
+                yield from unequal(f"backward beyond reach {shape}", f, e)
+    configurations.MOST_COLS, configurations.MOST_ROWS = limits
+
+
+def refusals():
+    """What would read or write elsewhere."""
+    x, rstd, weight = torch.ones(2, 4), torch.ones(2, 1), torch.ones(4)
+    forward = [
+        (x, torch.ones(3), 1e-6, 0.0, 0),
+        (x, torch.ones(2, 4), 1e-6, 0.0, 0),
+        (x, torch.ones(1), 1e-6, 0.0, 0),
+        (torch.ones(2, 0), None, 1e-6, 0.0, 0),
+        (torch.ones(()), None, 1e-6, 0.0, 0),
+        (x, None, 1e-6, 0.0, 3),
+        (x, None, 1e-6, 0.0, -1),
+        (x, None, float("nan"), 0.0, 0),
+        (x, None, 1e-6, float("inf"), 0),
+        (x.int(), None, 1e-6, 0.0, 0),
+        (x.double(), None, 1e-6, 0.0, 0),
+        (x, weight.double(), 1e-6, 0.0, 0),
+        (x, weight.to("meta"), 1e-6, 0.0, 0),
+    ]
+    add = [(x, torch.ones(2, 3)), (x, torch.ones(4)), (x, x.bfloat16()), (x, x.to("meta"))]
+    into = [torch.ones(2, 5), torch.ones(8), x.bfloat16(), torch.ones(2, 8)[:, ::2], torch.ones(4).expand(2, 4)]
+    backward = [
+        (torch.ones(2, 3), x, rstd, weight, None, None),
+        (torch.ones(3, 4), x, rstd, weight, None, None),
+        (x.double(), x, rstd, weight, None, None),
+        (x, x, torch.ones(3, 1), weight, None, None),
+        (x, x, rstd.double(), weight, None, None),
+        (x, x, rstd, torch.ones(5), None, None),
+        (x, x, rstd, weight, torch.ones(2, 3), None),
+        (x, x, rstd, weight, x.bfloat16(), None),
+        (x, x, rstd, weight, None, torch.float64),
+        (x, x, rstd, weight, None, torch.int32),
+    ]
+    calls = [
+        *((operators.forward, a) for a in forward),
+        *((operators.add_forward, (*a, None, 1e-6)) for a in add),
+        *((operators.forward_out, (x, None, 1e-6, a)) for a in into),
+        *((operators.backward, (*a[:4], 0.0, *a[4:], True, True)) for a in backward),
+    ]
+    for function, arguments in calls:
+        try:
+            function(*arguments)
+        except (RuntimeError, ValueError):
+            continue
+        yield f"not refused: {function.__name__}{arguments}"
+
+
+def public_functions():
+    """Everything above the operators finds them by the device alone; here they are those of the CPU."""
+    expected = list(_everything())
+    library = torch.library.Library("rmsnorm", "IMPL")
+    with warnings.catch_warnings(action="ignore"):  # that there is one already
+        for name in gpu.NAMES:
+            library.impl(name, gpu._imported_when_called(name), "CPU", allow_override=True)
+    for (what, f), (_, e) in zip(_everything(), expected, strict=True):
+        yield from unequal(what, f, e)
+    library._destroy()
+
+
+def _everything():
+    for dtype in (SINGLE, BRAIN):
+        x, residual, dy = (random_rows(6, 130, dtype, seed).view(2, 3, 130) for seed in (1, 2, 3))
+        weight = plain_weight(130, dtype)
+        yield "rms_norm", rmsnorm.rms_norm(x, weight)
+        yield "groups", rmsnorm.rms_norm(x, weight, group_size=65, rounding="before_scale")
+        x, residual, weight = (t.clone().requires_grad_() for t in (x, residual, weight))
+        for memory_efficient in (False, True):
+            norm = rmsnorm.RMSNorm(130, dtype=dtype, memory_efficient=memory_efficient)
+            norm.weight = torch.nn.Parameter(weight.detach())
+            norm(x).backward(dy)
+            yield "dx", x.grad
+            yield "dweight", norm.weight.grad
+            x.grad = None
+        y, h = rmsnorm.add_rms_norm(x, residual, weight, weight_offset=1.0)
+        found = torch.autograd.grad((y, h), (x, residual, weight), (dy, y))
+        yield from zip(("dx", "dresidual", "dweight"), found, strict=True)
+        traced = torch.compile(lambda a, b: rmsnorm.rms_norm(a, b).sin(), backend="aot_eager", fullgraph=True)
+        found = torch.autograd.grad(traced(x, weight), (x, weight), dy)
+        yield from zip(("dx compiled", "dweight compiled"), found, strict=True)
+        torch._dynamo.reset()

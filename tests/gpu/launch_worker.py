@@ -1,0 +1,319 @@
+"""What happens between an operator and the driver, where there is no driver: compilations and launches are recorded.
+
+    python -m tests.gpu.launch_worker
+
+prints {check: [fault, ...]} as JSON. `Device` stands for the parts of torch.cuda that a launch uses.
+"""
+
+import contextlib
+import json
+import random
+from types import SimpleNamespace
+
+import torch
+from triton.backends.compiler import GPUTarget
+
+from rmsnorm import _ops, gpu
+from rmsnorm.gpu import configurations, forward, launching, layout, operators
+
+BRAIN, SINGLE = torch.bfloat16, torch.float32
+
+
+class Recorder:
+    """Compiles nothing, launches nothing, and remembers what it was asked for."""
+
+    def __init__(self):
+        self.compiled, self.launched, self.mistaken, self.current = [], [], [], 0
+
+    def compile_for(self, target, kernel, arguments, aligned, warps):
+        source = kernel.source(arguments, aligned)
+        self.compiled.append((kernel.name, target, source, warps))
+
+        recorder = self
+
+        class Compiled:
+            def __getitem__(self, grid):
+                def run(*given):
+                    again = kernel.source(given, aligned)
+                    if (again.signature, again.constants, again.attrs) != (
+                        source.signature,
+                        source.constants,
+                        source.attrs,
+                    ):
+                        recorder.mistaken.append(f"{kernel.name}: compiled {source.constants}, given {again.constants}")
+                    recorder.launched.append((recorder.current, kernel, grid, given, source))
+
+                return run
+
+        return Compiled()
+
+    @contextlib.contextmanager
+    def device(self, device):
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
+
+
+@contextlib.contextmanager
+def recording(target=("cuda", 90, 32)):
+    recorder = Recorder()
+    before = launching.compile_for, launching.torch
+    launching.compile_for = recorder.compile_for
+    # Tensors on the CPU have no device index: None is the current device here.
+    cuda = SimpleNamespace(current_device=lambda: recorder.current or None, device=recorder.device)
+    launching.torch = SimpleNamespace(cuda=cuda)
+    launching._targets.clear()
+    launching._compiled.clear()
+    forward.plan.cache_clear()
+    launching._targets[None] = GPUTarget(*target)
+    launching._targets[1] = GPUTarget("cuda", 120, 32)
+    try:
+        yield recorder
+    finally:
+        launching.compile_for, launching.torch = before
+        launching._compiled.clear()
+
+
+def x_of(rows, cols, dtype=BRAIN, offset=0):
+    """Rows that begin `offset` elements past an aligned address."""
+    memory = torch.empty(rows * cols + 64, dtype=dtype)
+    aligned = -(memory.data_ptr() // dtype.itemsize) % 64
+    return (
+        memory[aligned + offset :][: rows * cols].view(rows, cols)
+        if aligned + offset + rows * cols <= len(memory)
+        else x_of(rows, cols, dtype, offset)
+    )
+
+
+def one_compilation_for_each_kind_of_call():
+    """The number of rows, eps and values compile nothing; types, width, alignment, layout and options do."""
+    with recording() as r:
+        x, w = x_of(64, 4096), x_of(1, 4096)[0]
+        calls = [
+            lambda: operators.forward(x, w, 1e-6),
+            lambda: operators.forward_train(x, w, 1e-6),
+            lambda: operators.forward(x, None, 1e-6),
+            lambda: operators.forward(x, w.float(), 1e-6),
+            lambda: operators.forward(x.float(), w, 1e-6),
+            lambda: operators.forward(x, w, 1e-6, 1.0),
+            lambda: operators.forward(x, w, 1e-6, 0.0, 1),
+            lambda: operators.add_forward(x, x, w, 1e-6),
+            lambda: operators.forward(x[:, :2048], w[:2048], 1e-6),
+            lambda: operators.forward(x_of(64, 4096, offset=1), w, 1e-6),
+            lambda: operators.forward(x, x_of(1, 4096, offset=3)[0], 1e-6),
+            lambda: operators.forward(x.view(8, 8, 4096).transpose(0, 1)[:5], w, 1e-6),
+        ]
+        for number, call in enumerate(calls, 1):
+            call()
+            # The two misaligned ones are one: nothing is assumed of either pointer.
+            if len(r.compiled) != number - (number > 10):
+                yield f"call {number}: {len(r.compiled)} compilations"
+        for again in (
+            *calls,
+            lambda: operators.forward(x[:1], w, 1e-6),
+            lambda: operators.forward(x[:63], w, 1e-5),
+            lambda: operators.forward(torch.randn(7, 4096).to(BRAIN), w, 1e-6),
+        ):
+            before = len(r.launched)
+            again()
+            if len(r.compiled) != len(calls) - 1 or len(r.launched) == before:
+                yield f"{len(r.compiled)} compilations after a second round"
+
+
+def keys():
+    """What the dictionary gives for a call is what would have been compiled for it."""
+    random.seed(1)
+    with recording() as r:
+        for _ in range(2000):
+            cols = random.choice((5, 64, 130, 1024, 4096, 9000, 40_000))
+            rows = random.choice((1, 7, 64 * 64))
+            dtypes = [random.choice((BRAIN, SINGLE, torch.float16)) for _ in range(3)]
+            x = torch.empty(rows, cols, dtype=dtypes[0])
+            if rows == 7:
+                x = torch.empty(7, 3, cols + random.choice((0, 16)), dtype=dtypes[0])[:, :2, :cols]
+            w = random.choice((None, torch.empty(cols, dtype=dtypes[1])))
+            offset, rounding = random.choice((0.0, 1.0)), random.randrange(3)
+            dy, rstd = torch.empty(x.shape, dtype=dtypes[2]), torch.empty(*x.shape[:-1], 1)
+            if random.random() < 0.5:
+                operators._normalize(
+                    x, random.choice((None, x)), w, 1e-6, offset, rounding, None, random.random() < 0.5
+                )
+            else:
+                needed = random.choice(((True, True), (True, False), (False, True)))
+                rebuilt = random.choice((None, dtypes[0]))
+                operators.backward(dy, x, rstd, w, offset, random.choice((None, x)), rebuilt, *needed)
+        yield from set(r.mistaken)
+        if len(r.compiled) > 0.9 * len(r.launched) or len(r.compiled) < 100:
+            yield f"{len(r.compiled)} compilations for {len(r.launched)} launches"
+
+
+def alignment():
+    """Multiples of 16 are promised for all pointers and strides, or for none; never for counts."""
+    for what, x, promised in (
+        ("aligned", x_of(64, 4096), True),
+        ("a pointer two bytes off", x_of(64, 4096, offset=1), False),
+        ("sixteen bytes off", x_of(64, 4096, offset=8), True),
+        ("an odd width", x_of(64, 1001), False),
+        ("an odd stride", x_of(64, 4097)[:, :4096], False),
+        ("expanded rows", x_of(1, 4096).expand(64, 4096), True),
+    ):
+        with recording() as r:
+            operators.forward_train(x, None, 1e-6)
+            _, kernel, _, given, source = r.launched[0]
+            names = {kernel.names[index] for (index,) in source.attrs}
+            if bool(names) != promised:
+                yield f"{what}: {names} are said to be multiples of 16"
+            if names & {"rows", "inner", "eps", "reciprocal", "rstd_outer"}:
+                yield f"{what}: {names}"
+            for name, value in zip(kernel.names, given, strict=True):
+                number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+                if name in names and number % 16:
+                    yield f"{what}: {name} is no multiple of 16: {number}"
+
+
+def signatures():
+    """What is float64 or int64 is so by declaration, never by the value."""
+    for op in ("forward", "backward"):
+        with recording() as r:
+            x = x_of(64 * 64, 4096)
+            if op == "forward":
+                operators.forward(x, None, 1e-6)
+            else:
+                operators.backward(x, x, torch.empty(64 * 64, 1), None, 0.0, None, None, True, True)
+            signature = r.compiled[0][2].signature
+            wanted = {"rows": "i64", "cols": "i32", "x_inner": "i64", "x_outer": "i64", "reciprocal": "fp64"}
+            wanted |= {"eps": "fp64"} if op == "forward" else {"length": "i64"}
+            wanted |= {"weight": "constexpr", "offset": "constexpr", "x": "*bf16", "rstd": "constexpr"}
+            if op == "backward":
+                wanted["rstd"] = "*fp32"
+            for name, kind in wanted.items():
+                if signature[name] != kind:
+                    yield f"{op}: {name} is {signature[name]}, expected {kind}"
+
+
+def grids():
+    """Enough programs for all rows and columns, and none too many."""
+    for rows, cols in ((1, 1), (1000, 1), (7, 100), (4097, 4096), (3, 100_000), (1, 1 << 20), (20_000, 8)):
+        with recording() as r:
+            x, rstd = torch.empty(rows, cols, dtype=BRAIN), torch.empty(rows, 1)
+            operators.forward(x, None, 1e-6)
+            operators.backward(x, x, rstd, None, 0.0, None, None, True, True)
+            for _, kernel, grid, given, _ in r.launched:
+                named = dict(zip(kernel.names, given, strict=True))
+                height = named.get("ROWS", 1)
+                if kernel.name == "columns" or (kernel.name == "backward" and named["partial"] is not None):
+                    height = named["length"]
+                if kernel.name == "fold":
+                    covered, needed, unit = grid[0] * named["BLOCK"], cols, named["BLOCK"]
+                else:
+                    covered, needed, unit = grid[0] * height, rows, height
+                if not 0 <= covered - needed < unit:
+                    yield f"{rows} x {cols}: {kernel.name} has {grid}"
+                if kernel.name == "columns" and not 0 <= grid[1] * named["BLOCK"] - cols < named["BLOCK"]:
+                    yield f"{rows} x {cols}: {kernel.name} has {grid}"
+                if len(grid) != 3 or grid[1] > 65535:
+                    yield f"{rows} x {cols}: {kernel.name} has {grid}"
+    with recording() as r:
+        operators.forward(torch.empty(0, 8), None, 1e-6)
+        operators.backward(torch.empty(0, 8), torch.empty(0, 8), torch.empty(0, 1), None, 0.0, None, None, True, False)
+        if r.launched:
+            yield "launches for no rows"
+
+
+def devices():
+    """The tensors' device, whatever the current one is; each has compilations of its own."""
+    with recording() as r:
+        operators.forward(x_of(64, 4096), None, 1e-6)
+        _, kernel, grid, arguments, _ = r.launched[0]
+    with recording() as r:
+        for index in (None, 1, None, 1):
+            launching.launch(kernel, SimpleNamespace(index=index), grid, arguments, ("key",), True, 4)
+        if [launched[0] for launched in r.launched] != [0, 1, 0, 1]:
+            yield f"launched on {[launched[0] for launched in r.launched]}"
+        if r.current != 0:
+            yield f"device {r.current} is current afterwards"
+        if [c[1].arch for c in r.compiled] != [90, 120]:
+            yield f"compiled for {[c[1].arch for c in r.compiled]}"
+
+
+def forms():
+    """The form of the sums for each architecture; what Triton does not know goes to the reference."""
+    single, double, floor = 2, 1, 0
+    for target, cols, form in (
+        *((("cuda", arch, 32), 4096, double) for arch in (70, 80, 90, 100)),
+        *((("cuda", arch, 32), 4096, single) for arch in (75, 86, 87, 89, 103, 110, 120, 121)),
+        (("cuda", 120, 32), 32, double),
+        (("cuda", 120, 32), 33, single),
+        (("hip", "gfx942", 64), 4096, floor),
+        (("hip", "gfx1100", 32), 4096, floor),
+    ):
+        with recording(target) as r:
+            operators.forward(x_of(64, cols), None, 1e-6)
+            _, kernel, _, given, _ = r.launched[0]
+            named = dict(zip(kernel.names, given, strict=True))
+            if named["FORM"] != form:
+                yield f"{target} {cols}: {named['FORM']}"
+            if r.compiled[0][3] * target[2] > 1024:
+                yield f"{target} {cols}: {r.compiled[0][3]} warps"
+    with recording(("cuda", 61, 32)) as r:
+        operators.forward(x_of(2, 8).zero_(), None, 1e-6)
+        if r.launched:
+            yield "launched on an architecture that Triton does not know"
+
+
+def layouts():
+    """Two strides for rows where they are enough, otherwise copies."""
+    base = torch.empty(4, 6, 5, 48)
+    for x, nested in (
+        (base, False),
+        (base[0], False),
+        (base[:, :, 0], False),
+        (base[:, :3], True),
+        (base.transpose(0, 1)[:, :, 0], True),
+        (base[:, :3, :2], None),
+    ):
+        place = layout.rows(x, None, x)
+        if (None if place is None else place.nested) != nested:
+            yield f"{tuple(x.shape)} {x.stride()}: {place}"
+        if place is None:
+            continue
+        numbers = torch.arange(base.numel()).as_strided(x.shape, x.stride(), x.storage_offset())[..., 0].flatten()
+        outer, inner = place.strides[:2]
+        size = place.inner if place.nested else place.number
+        found = [r // size * outer + r % size * inner for r in range(place.number)]
+        if found != numbers.tolist() or place.number != numbers.numel():
+            yield f"{tuple(x.shape)} {x.stride()}: rows are at {found}"
+
+
+def registration():
+    """Where PyTorch has a GPU the operators are registered for it; nothing imports them before the first call."""
+    library = torch.library.Library("rmsnorm", "IMPL")
+    gpu.register(library)
+    for name in gpu.NAMES:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"rmsnorm::{name}", "CUDA"):
+            yield f"{name} has no kernel for CUDA"
+        if not callable(getattr(operators, name)) or name not in _ops._IMPLEMENTATIONS:
+            yield f"{name} is no operator"
+    versions = torch.version.cuda, torch.version.hip
+    for torch.version.cuda, torch.version.hip in ((None, None), ("13.0", None), (None, "7.0")):
+        if (gpu.missing() is None) != (torch.version.cuda is not None or torch.version.hip is not None):
+            yield f"{torch.version.cuda}, {torch.version.hip}: {gpu.missing()}"
+    torch.version.cuda, torch.version.hip = versions
+    library._destroy()
+
+
+CHECKS = (
+    one_compilation_for_each_kind_of_call,
+    keys,
+    alignment,
+    signatures,
+    grids,
+    devices,
+    forms,
+    layouts,
+    registration,
+)
+
+if __name__ == "__main__":
+    assert configurations.FUSED_BLOCKS <= 64
+    print(json.dumps({check.__name__: list(check()) for check in CHECKS}))

@@ -1,0 +1,48 @@
+"""The kernels compiled for GPUs that are not here: no spills, wide accesses, nothing contracted or approximate."""
+
+import pytest
+
+from tests.gpu import processes
+
+PARTS = 2
+# Each deliberate fault, and what must be said about it.
+PLANTED = {
+    "fusion on": "contracted",
+    "fusion on, AMD": "contracted",
+    "alignment dropped": "have 16 bytes",
+    "alignment dropped, AMD": "have 16 bytes",
+    "eps as float32": "eps is a float32",
+    "32-bit offset": "products of 64 bits",
+    "an approximate square root": "approximations",
+    "a sum to nearest": "instructions of the exact sums",
+    "flushed subnormals": "flush subnormals",
+    "too few warps": "spills",
+}
+
+
+def test_every_shipped_configuration_compiles_to_what_it_should():
+    started = [processes.start("tests.gpu.compile_worker", part, PARTS) for part in range(PARTS)]
+    reports = [processes.report(process) for process in started]
+    faults = [text for report in reports for text in report["faults"]]
+    assert not faults, f"{len(faults)} faults, the first of them:\n" + "\n".join(faults[:10])
+    assert sum(report["kernels"] for report in reports) > 400
+
+
+@pytest.fixture(scope="module")
+def planted():
+    return processes.report(processes.start("tests.gpu.compile_worker", "planted"))
+
+
+def test_kernels_as_they_are_have_no_fault(planted):
+    assert planted["none"] == []
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_found(planted, fault):
+    assert any(PLANTED[fault] in text for text in planted[fault]), planted[fault]
+
+
+def test_an_instruction_of_another_vendor_is_found():
+    process = processes.start("tests.gpu.compile_worker", "foreign")
+    output, errors = process.communicate()
+    assert process.returncode != 0 or "the compiler says" in output, (output, errors)
