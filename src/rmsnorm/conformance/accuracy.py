@@ -26,7 +26,7 @@ _TINY_EPS = 1e-12
 def accuracy(dtype: torch.dtype, trial: Trial) -> Outcome:
     found = []
     worst, where = -1.0, ""
-    for width in trial.widths(96, 1000, 4096):
+    for width in trial.widths(64, 1024, 4096):
         x, weight = hard_rows(width, dtype), trial.weight(width, dtype)
         y = trial.run(x, weight)
         error = trial.errors(y, trial.exact(x, weight), dtype, None if weight is None else dtype)
@@ -39,7 +39,7 @@ def accuracy(dtype: torch.dtype, trial: Trial) -> Outcome:
 def accuracy_float64(trial: Trial) -> Outcome:
     if trial.form.place != "inside":
         return not_applicable("measured for eps inside the root alone")
-    width = trial.widths(96)[0]
+    width = trial.width
     x, weight = hard_rows(width, torch.float64)[::3], trial.weight(width, torch.float64)
     y = trial.run(x, weight)
     if y.dtype != torch.float64:
@@ -72,7 +72,7 @@ def row_factor(dtype: torch.dtype, trial: Trial) -> Outcome:
     """
     width = trial.widths(4096)[0]
     x, weight = trial.rows(32, width, dtype, seed=2), trial.weight(width, dtype)
-    slope, limit = slopes(trial.run(x, weight), trial.staged(x, weight), -1)
+    slope, limit = slopes(trial.run(x, weight).to(dtype), trial.staged(x, weight), -1)
     largest = float(slope.abs().max())
     figures = {"max": largest, "mean": float(slope.mean()), "limit": limit}
     measured = f"{largest:.3f} roundings (limit {limit:.3f})"
@@ -109,7 +109,7 @@ def sweep(trial: Trial, dtype: torch.dtype) -> tuple[float, float]:
     exponents = torch.arange(int(lowest) - 1, int(highest))
     x = torch.ldexp(pattern.expand(len(exponents), -1), exponents.view(-1, 1)).to(dtype)
     weight = trial.weight(width, dtype)
-    eps = _TINY_EPS if trial.subject.takes_eps else None
+    eps = _TINY_EPS if trial.takes_eps else None
     error = trial.errors(
         trial.run(x, weight, eps), trial.exact(x, weight, eps), dtype, None if weight is None else dtype
     )

@@ -25,7 +25,7 @@ _ROWS = 2048
 def dx(dtype: torch.dtype, trial: Trial) -> Outcome:
     worst = 0.0
     limit = _DX_ROUNDINGS[dtype]
-    for width in trial.widths(96, 1000):
+    for width in trial.widths(64, 1024):
         x, weight, dy = _sample(trial, 24, width, dtype)
         try:
             got = trial.gradients(x, weight, dy)

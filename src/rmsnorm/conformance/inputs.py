@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from rmsnorm.conformance.subject import Refused
+from rmsnorm.conformance.subject import NoGradient, Refused
 from rmsnorm.conformance.trial import Trial, same_bits
 from rmsnorm.conformance.verdicts import Check, Outcome, failed, not_applicable, not_promised, passed
 from rmsnorm.patching.convention import short
@@ -55,7 +55,7 @@ def _list(numbers: list[int]) -> str:
 
 
 def shapes(trial: Trial) -> Outcome:
-    width = trial.widths(96)[0]
+    width = trial.width
     wrong, refused = [], []
     for shape in ((width,), (1, width), (2, 3, width), (2, 1, 3, width), *((n, width) for n in _ROWS)):
         for dtype in _DTYPES:
@@ -83,6 +83,8 @@ def empty(trial: Trial) -> Outcome:
                 dweight = trial.gradients(x, weight, y).dweight
                 if dweight is not None and bool((dweight != 0).any()):
                     return failed("dweight is not 0", "the dweight of no rows is not zero: memory that nobody wrote")
+        except NoGradient:
+            pass  # the checks of gradients say so
         except Refused as error:
             return failed("raises", f"an input of no rows raises {error}")
     return passed("forward and backward" if trial.subject.trains else "forward")
@@ -114,6 +116,8 @@ def strides(trial: Trial) -> Outcome:
     if trial.subject.trains and not wrong:
         try:
             wrong += _strided_gradients(trial)
+        except NoGradient:
+            pass  # the checks of gradients say so
         except Refused:
             refused.append("dy")
     if wrong:
@@ -141,9 +145,8 @@ def _strided_gradients(trial: Trial) -> list[str]:
     base = trial.rows(6, width, torch.float32, seed=11)
     wrong = []
     for name, dy in (("expanded (dy)", base[:1, :1].expand(6, width)), ("transposed (dy)", base.t().contiguous().t())):
-        got, correct = trial.gradients(x, weight, dy), trial.exact_gradients(x, weight, dy)
-        size = correct.dx.abs().max()
-        if not bool(((got.dx - correct.dx).abs() <= 1e-4 * size).all()):
+        got, plain = trial.gradients(x, weight, dy).dx, trial.gradients(x, weight, dy.contiguous()).dx
+        if not bool(((got - plain).abs() <= 1e-4 * plain.abs().max()).all()):
             wrong.append(name)
     return wrong
 
@@ -160,15 +163,15 @@ def surroundings(trial: Trial) -> Outcome:
             y = trial.norm(weight, width)(inside).cpu()
         if not bool(memory[:65].isnan().all() and memory[-65:].isnan().all()):
             return failed("writes outside", "it writes to memory before or after its input")
-        if float(trial.errors(y, trial.exact(x, weight), dtype, weight.dtype if weight is not None else None).max()) > (
-            trial.limit(dtype)
-        ):
+        # Another alignment may mean another order of the sum, and nothing else.
+        apart = trial.errors(y, trial.run(x, weight).double(), dtype, weight.dtype if weight is not None else None)
+        if float(apart.max()) > trial.limit(dtype):
             return failed("reads outside", "what lies before or after its input in memory shows in the result")
     return passed("neither read nor written outside x")
 
 
 def unchanged(trial: Trial) -> Outcome:
-    width = trial.widths(96)[0]
+    width = trial.width
     for dtype in _DTYPES:
         x, weight = trial.rows(9, width, dtype, seed=13), trial.weight(width, dtype)
         there = x.to(trial.device, copy=True)

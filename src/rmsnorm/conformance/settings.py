@@ -57,8 +57,8 @@ def _effective(trial: Trial, given: float, dtype: torch.dtype) -> float:
 
 
 def eps_text(trial: Trial) -> Outcome:
-    if not trial.subject.takes_eps:
-        return not_applicable("eps cannot be given")
+    if not trial.takes_eps:
+        return not_applicable("no eps that is given is used")
     x, weight = trial.rows(2, trial.width, torch.float32, scale=1e-2), trial.weight(trial.width, torch.float32)
     text: Any = "1e-3"
     try:
@@ -110,7 +110,7 @@ def _small_offsets(trial: Trial, offset: float | None, width: int) -> Outcome:
 
 
 def result_dtype(trial: Trial) -> Outcome:
-    width = trial.widths(96)[0]
+    width = trial.width
     pairs = [(x, w) for x, w in product(DTYPES, DTYPES) if trial.form.weighted or x == w]
     said, refused = [], []
     for x_dtype, w_dtype in pairs:
@@ -126,7 +126,7 @@ def result_dtype(trial: Trial) -> Outcome:
             return failed(f"{short(y.dtype)} for {name}", f"for {name} it returns {short(y.dtype)}")
         coarsest = max((x_dtype, w_dtype, y.dtype), key=lambda dtype: torch.finfo(dtype).eps)
         error = float(exact.errors(y, trial.exact(x, weight), coarsest).max())
-        if not error <= 0.5 + 1.0 + 1.0 + 1.0:
+        if not error <= trial.limit(coarsest) + 1:
             return failed(f"wrong for {name}", f"for {name} it is {error:.3g} units in the last place off")
         if x_dtype != w_dtype:
             said.append((x_dtype, w_dtype, y.dtype))
@@ -145,7 +145,7 @@ def result_dtype(trial: Trial) -> Outcome:
 
 def autocast(trial: Trial) -> Outcome:
     """Like PyTorch's own norms: the dtype as without autocast, or float32, and never less exact for it."""
-    width = trial.widths(96)[0]
+    width = trial.width
     seen = []
     for x_dtype, w_dtype in ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16,) * 2):
         x, weight = trial.rows(6, width, x_dtype, seed=18), trial.weight(width, w_dtype)
@@ -162,8 +162,9 @@ def autocast(trial: Trial) -> Outcome:
         if y.dtype not in (plain.dtype, torch.float32):
             return failed(f"{short(y.dtype)} for {name}", f"under autocast {name} gives {short(y.dtype)}")
         coarsest = max((x_dtype, w_dtype, y.dtype), key=lambda dtype: torch.finfo(dtype).eps)
-        apart = float(exact.errors(y, trial.exact(x, weight), coarsest).max())
-        if not apart <= 0.5 + 1.0 + 1.0 + 1.0 + (1.0 if trial.form.offset else 0.0):
+        correct = trial.exact(x, weight)
+        apart, before = (float(exact.errors(t, correct, coarsest).max()) for t in (y, plain))
+        if not apart <= max(before, trial.limit(coarsest) + 1):
             return failed(f"less exact for {name}", f"under autocast {name} is {apart:.3g} units off")
         seen.append(y.dtype == plain.dtype)
     return passed("as without" if all(seen) else "float32, where it was 16 bits before")

@@ -18,6 +18,10 @@ class Refused(Exception):
     """The subject raised an exception of its own, or returned no tensor of the input's shape."""
 
 
+class NoGradient(Refused):
+    """The result, or x, gets no gradient: what comes before would silently stop learning."""
+
+
 class Norm:
     """One norm, ready to be called; `weight` is the leaf that its gradient goes to, None without one."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from rmsnorm import reference
 from rmsnorm.conformance import exact
 from rmsnorm.conformance.form import EPS, WIDTH, Form
-from rmsnorm.conformance.subject import Norm, Refused, Subject, as_result, described
+from rmsnorm.conformance.subject import NoGradient, Norm, Refused, Subject, as_result, described
 
 # Units in the last place that a result may be off by, beyond what its convention has to round (docs/conformance.md).
 SLACK = 1.0
@@ -43,6 +43,11 @@ class Trial:
     def widths(self, *wanted: int) -> tuple[int, ...]:
         """Those that can be asked for: all of them, or its only one."""
         return wanted if self.subject.width is None else (self.subject.width,)
+
+    @property
+    def takes_eps(self) -> bool:
+        """Whether an eps that is given is also used."""
+        return self.subject.takes_eps and self.form.eps is not None and abs(self.form.eps / EPS - 1) < 1e-2
 
     @property
     def eps(self) -> float:
@@ -76,7 +81,7 @@ class Trial:
 
     def exact(self, x: Tensor, weight: Tensor | None, eps: float | None = None, offset: float | None = None) -> Tensor:
         """What it ought to return, in float64."""
-        used = self.eps if eps is None or not self.subject.takes_eps else eps
+        used = self.eps if eps is None or not self.takes_eps else eps
         return exact.normalized(x, self.form.gain(weight, offset), used, self.form.place)
 
     def staged(self, x: Tensor, weight: Tensor | None, offset: float | None = None) -> Tensor:
@@ -94,14 +99,16 @@ class Trial:
     def limit(self, dtype: torch.dtype) -> float:
         """The units in the last place that a result may be off by: its convention's own roundings, and one.
 
-        A rounding to the nearest is off by half a unit of what it rounds, and by up to one unit of the result where
-        that has a smaller fraction. In float32 and float64: rstd, x_hat, the product, and the gain if there is an
-        offset. In 16 bits the last one, and one before the weight where the convention has it there.
+        A rounding to the nearest is off by half a unit of what it rounds, and by up to one unit of a result that has a
+        smaller fraction. In 16 bits there is the last one, and one before the weight where the convention has it there.
+        In float32 and float64 there are those of the product with the weight, x_hat, the reciprocal root, the gain if
+        it has an offset; and by half, under the root, those of a square, the mean, eps and four of a sum.
         """
         if dtype.itemsize == 2:
             early = self.form.weighted and self.form.rounding != "once"
             return 0.5 + (1.0 if early else 0.0) + SLACK
-        return 0.5 + 1.0 + (1.0 if self.form.weighted else 0.0) + (1.0 if self.form.offset else 0.0) + SLACK
+        products = 1.5 if self.form.weighted else 0.5
+        return products + 1.0 + 7 / 2 + (1.0 if self.form.offset else 0.0) + SLACK
 
     def errors(self, y: Tensor, correct: Tensor, x: torch.dtype, weight: torch.dtype | None) -> Tensor:
         """In units in the last place of the coarsest dtype that the convention rounds to."""
@@ -114,24 +121,23 @@ class Trial:
         return float(error.max()) / self.limit(x.dtype) if error.numel() else 0.0
 
     def gradients(self, x: Tensor, weight: Tensor | None, dy: Tensor) -> Gradients:
-        """Its result and gradients.
+        """Its result and gradients; a weight's that is missing is None.
 
         Raises:
-            Refused: it raised, or some gradient is missing.
+            NoGradient: none comes to x.
+            Refused: it raised.
         """
         norm = self.norm(weight, x.shape[-1])
         leaf = x.to(self.device, copy=True).requires_grad_()
         y = norm(leaf)
         if not y.requires_grad:
-            raise Refused("its result has no gradient: what comes before it would silently stop learning")
+            raise NoGradient("its result has no gradient: what comes before it silently stops learning")
         try:
-            y.backward(dy.to(self.device, y.dtype))
+            y.backward(dy.to(self.device, y.dtype, copy=True))
         except Exception as error:
             raise Refused(f"backward raises {described(error)}") from error
         if leaf.grad is None:
-            raise Refused("x gets no gradient")
-        if norm.weight is not None and norm.weight.grad is None:
-            raise Refused("the weight gets no gradient")
+            raise NoGradient("x gets no gradient")
         dweight = None if norm.weight is None or norm.weight.grad is None else norm.weight.grad.cpu().flatten()
         return Gradients(y.detach().cpu(), leaf.grad.cpu(), dweight)
 
