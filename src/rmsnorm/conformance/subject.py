@@ -22,6 +22,10 @@ class NoGradient(Refused):
     """The result, or x, gets no gradient: what comes before would silently stop learning."""
 
 
+class BackwardRaised(Refused):
+    """The subject's backward raised an exception of its own."""
+
+
 class Norm:
     """One norm, ready to be called; `weight` is the leaf that its gradient goes to, None without one."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +28,8 @@ from rmsnorm.conformance.verdicts import (
 from rmsnorm.patching.specimen import NotRMSNorm
 
 CONVENTION = Check("convention", "It is an RMSNorm, of this form.", lambda trial: passed(str(trial.form)))
+# What is measured of a subject that is no RMSNorm.
+NO_FORM = "no convention"
 CHECKS = (
     CONVENTION,
     *accuracy.checks(),
@@ -83,52 +85,32 @@ def run(
         strict: extras are scored too, as if the subject promised them.
         step: for a progress bar.
     """
-    form: Form | str
     step(CONVENTION.name)
     try:
         form = find(subject, device)
-    except NotRMSNorm as reason:
-        form = f"no RMSNorm: {reason}"
-    except Refused as reason:
-        form = f"does not run on ordinary float32 rows: {reason}"
+    except (NotRMSNorm, Refused) as reason:
+        why = "no RMSNorm" if isinstance(reason, NotRMSNorm) else "does not run on ordinary float32 rows"
+        yield _result(CONVENTION, failed("not recognised", f"{why}: {reason}"))
+        yield from (_result(c, not_applicable(NO_FORM)) for c in checks if c is not CONVENTION)
+        return
+    trial = Trial(subject, form, device)
     for check in checks:
         if check is not CONVENTION:
             step(check.name)
-        yield _result(check, _outcome(check, subject, form, device, expected, strict))
+        yield _result(check, _outcome(check, trial, expected, strict))
 
 
-def _outcome(
-    check: Check, subject: Subject, form: Form | str, device: torch.device, expected: Expected, strict: bool
-) -> Outcome:
-    if isinstance(form, str):
-        return failed("not recognised", form) if check is CONVENTION else not_applicable("no convention")
-    if check is CONVENTION and (said := expected.differs(form)):
-        return failed(str(form), said)
-    trial = _trials.get(subject, form, device)
+def _outcome(check: Check, trial: Trial, expected: Expected, strict: bool) -> Outcome:
+    if check is CONVENTION and (said := expected.differs(trial.form)):
+        return failed(str(trial.form), said)
     try:
         outcome = check.run(trial)
     except Refused as error:
         return not_promised(f"refused: {error}")
-    promised = strict or "all" in subject.promises or check.name in subject.promises
-    if check.extra and outcome.verdict == FAIL and not promised:
-        return Outcome(NOT_PROMISED, outcome.measured, outcome.finding, outcome.figures)
+    promises = trial.subject.promises
+    if check.extra and outcome.verdict == FAIL and not (strict or "all" in promises or check.name in promises):
+        return replace(outcome, verdict=NOT_PROMISED)
     return outcome
-
-
-class _Trials:
-    """The last trial: what it has compiled is used by two checks."""
-
-    def __init__(self) -> None:
-        self._last: Trial | None = None
-
-    def get(self, subject: Subject, form: Form, device: torch.device) -> Trial:
-        last = self._last
-        if last is None or last.subject is not subject or last.form is not form or last.device != device:
-            self._last = last = Trial(subject, form, device)
-        return last
-
-
-_trials = _Trials()
 
 
 def _result(check: Check, outcome: Outcome) -> Result:

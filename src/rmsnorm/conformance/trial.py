@@ -12,7 +12,7 @@ from torch import Tensor
 from rmsnorm import reference
 from rmsnorm.conformance import exact
 from rmsnorm.conformance.form import EPS, WIDTH, Form
-from rmsnorm.conformance.subject import NoGradient, Norm, Refused, Subject, as_result, described
+from rmsnorm.conformance.subject import BackwardRaised, NoGradient, Norm, Refused, Subject, as_result, described
 
 # Units in the last place that a result may be off by, beyond what its convention has to round (docs/conformance.md).
 SLACK = 1.0
@@ -125,7 +125,7 @@ class Trial:
 
         Raises:
             NoGradient: none comes to x.
-            Refused: it raised.
+            BackwardRaised, Refused: it raised, backward or forward.
         """
         norm = self.norm(weight, x.shape[-1])
         leaf = x.to(self.device, copy=True).requires_grad_()
@@ -135,7 +135,7 @@ class Trial:
         try:
             y.backward(dy.to(self.device, y.dtype, copy=True))
         except Exception as error:
-            raise Refused(f"backward raises {described(error)}") from error
+            raise BackwardRaised(f"backward raises {described(error)}") from error
         if leaf.grad is None:
             raise NoGradient("x gets no gradient")
         dweight = None if norm.weight is None or norm.weight.grad is None else norm.weight.grad.cpu().flatten()

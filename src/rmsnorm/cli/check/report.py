@@ -61,7 +61,8 @@ class Report:
     def groups(self) -> Iterator[tuple[str, list[Result]]]:
         """The scored checks and the extras, where there are any."""
         for title, extra in (("Scored", False), (EXTRAS, True)):
-            if found := [result for result in self.results if result.extra == extra]:
+            shown = [result for result in self.results if result.measured != suite.NO_FORM]
+            if found := [result for result in shown if result.extra == extra]:
                 yield title, found
 
     @property
