@@ -14,7 +14,6 @@ from rmsnorm.patching.convention import short
 
 _WIDTHS = (1, 2, 3, 5, 7, 8, 15, 17, 31, 33, 63, 65, 100, 127, 129, 255, 257, 513, 768, 1000, 1023, 1025, 2049, 4093)
 _ROWS = (1, 2, 3, 5, 8, 33, 130, 1025)
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def widths(trial: Trial) -> Outcome:
@@ -22,7 +21,7 @@ def widths(trial: Trial) -> Outcome:
         return not_applicable(f"it has width {trial.subject.width} only")
     wrong, refused, why = [], [], ""
     for width in _WIDTHS:
-        for dtype in _DTYPES:
+        for dtype in trial.dtypes:
             x, weight = trial.rows(5, width, dtype, seed=width), trial.weight(width, dtype)
             try:
                 if trial.worst(x, weight) > 1:
@@ -58,7 +57,7 @@ def shapes(trial: Trial) -> Outcome:
     width = trial.width
     wrong, refused = [], []
     for shape in ((width,), (1, width), (2, 3, width), (2, 1, 3, width), *((n, width) for n in _ROWS)):
-        for dtype in _DTYPES:
+        for dtype in trial.dtypes:
             x = trial.rows(max(1, torch.Size(shape[:-1]).numel()), width, dtype, seed=8).view(shape)
             try:
                 if trial.worst(x, trial.weight(width, dtype)) > 1:
@@ -103,7 +102,7 @@ def _strided(width: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
 def strides(trial: Trial) -> Outcome:
     width = trial.width
     wrong, refused = [], []
-    for dtype in _DTYPES:
+    for dtype in trial.dtypes:
         weight = trial.weight(width, dtype)
         for name, x in _strided(width, dtype):
             try:
@@ -154,7 +153,7 @@ def _strided_gradients(trial: Trial) -> list[str]:
 def surroundings(trial: Trial) -> Outcome:
     """NaN before and after x and the weight in memory: they must stay, and must not show."""
     width = trial.widths(100)[0]
-    for dtype in _DTYPES:
+    for dtype in trial.dtypes:
         x, weight = trial.rows(7, width, dtype, seed=12), trial.weight(width, dtype)
         memory = torch.full((x.numel() + 130,), torch.nan, dtype=dtype, device=trial.device)
         memory[65:-65] = x.flatten().to(trial.device)
@@ -172,7 +171,7 @@ def surroundings(trial: Trial) -> Outcome:
 
 def unchanged(trial: Trial) -> Outcome:
     width = trial.width
-    for dtype in _DTYPES:
+    for dtype in trial.dtypes:
         x, weight = trial.rows(9, width, dtype, seed=13), trial.weight(width, dtype)
         there = x.to(trial.device, copy=True)
         norm = trial.norm(weight, width)

