@@ -61,7 +61,7 @@ def _judged(trial: Trial, error: Tensor, dtype: torch.dtype, where: str) -> Outc
 
 
 def _ulp(value: float) -> str:
-    return f"{value:.2f}" if value < 1000 else f"{value:.2g}"
+    return f"{value:.2f}" if value < 100 else f"{value:,.0f}" if value < 1e6 else f"{value:.2g}"
 
 
 def row_factor(dtype: torch.dtype, trial: Trial) -> Outcome:

@@ -73,7 +73,7 @@ def dweight(dtype: torch.dtype, trial: Trial) -> Outcome:
     # A sum of n terms in float32, in any order, is off by n - 1 roundings of the sum of their magnitudes at most.
     rounding = torch.finfo(dtype).eps / 2
     limit = _DWEIGHT_ROUNDINGS + _ROWS * 2.0**-24 / rounding
-    measured = f"{worst / rounding:.3g} roundings of its terms (limit {limit:.3g})"
+    measured = f"{worst / rounding:.3g} roundings of its terms (limit {limit:,.4g})"
     figures = {"max": worst / rounding, "limit": limit}
     if worst / rounding <= limit:
         return passed(measured, **figures)

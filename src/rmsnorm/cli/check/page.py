@@ -66,7 +66,10 @@ def page(report: Report) -> str:
         parts += [f"<p><b>{escape(r.name)}</b>: {escape(r.finding or r.measured)}</p>" for r in report.findings]
         parts.append("</section>")
     for title, results in report.groups:
-        parts += [f"<h2>{escape(title)}</h2><table>", *map(_row, results), "</table>"]
+        said = [r.meaning for r in results]
+        parts += [f"<h2>{escape(title)}</h2><table>"]
+        parts += [_row(r, r.meaning if said.index(r.meaning) == i else "") for i, r in enumerate(results)]
+        parts += ["</table>"]
     parts += [f'<h2>Score</h2><p>{escape(report.summary)}.</p><p class="soft">Took {report.seconds:.0f} s.', _LEGEND]
     return "\n".join([*parts, "</body></html>"]) + "\n"
 
@@ -76,11 +79,11 @@ _LEGEND = """Errors are in units in the last place (ulp) or in roundings, half a
 itself.</p>"""
 
 
-def _row(result: Result) -> str:
+def _row(result: Result, meaning: str) -> str:
     mark, style = _MARKS[result.verdict], _CLASSES[result.verdict]
     said = f"<p>{escape(result.finding)}</p>" if result.finding and result.verdict != FAIL else ""
     return (
-        f'<tr><td class="name">{escape(result.name)}<p>{escape(result.meaning)}</p></td>'
+        f'<tr><td class="name">{escape(result.name)}{f"<p>{escape(meaning)}</p>" if meaning else ""}</td>'
         f'<td class="verdict {style}">{mark} {result.verdict}</td>'
         f'<td class="measured">{escape(result.measured)}{said}</td></tr>'
     )

@@ -59,9 +59,9 @@ class Report:
 
     @property
     def groups(self) -> Iterator[tuple[str, list[Result]]]:
-        """The scored checks and the extras, where there are any."""
+        """The scored checks and the extras that have something to tell."""
         for title, extra in (("Scored", False), (EXTRAS, True)):
-            shown = [result for result in self.results if result.measured != suite.NO_FORM]
+            shown = [r for r in self.results if r.verdict != NOT_RUN and r.measured != suite.NO_FORM]
             if found := [result for result in shown if result.extra == extra]:
                 yield title, found
 
