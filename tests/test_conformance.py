@@ -217,6 +217,18 @@ class _Epsilon(nn.Module):
         return faulty.right(x, self.gamma + self.offset, self.epsilon)
 
 
+class _OffsetSecond(nn.Module):
+    """No eps, and what stands in its place is something else."""
+
+    def __init__(self, dim, unit_offset=False):
+        super().__init__()
+        self.g = nn.Parameter(torch.ones(dim))
+        self.unit_offset = unit_offset
+
+    def forward(self, x):
+        return faulty.right(x, self.g + float(self.unit_offset), 1e-6)
+
+
 @pytest.mark.parametrize(
     ("target", "calls"),
     [
@@ -231,6 +243,7 @@ class _Epsilon(nn.Module):
         (_with_out, "it(out, x, weight, eps)"),
         (lambda x, eps=1e-6: faulty.right(x, torch.ones(x.shape[-1]), eps), "it(x, eps=eps)"),
         (lambda x, weight, eps: (faulty.right(x, weight, eps), None), "it(x, weight=weight, eps=eps)"),
+        (_OffsetSecond, "it(width, offset=unit_offset)(x)"),
         (torch.rms_norm, "it(x, shape, weight, eps)"),
         (_Epsilon, "it(width, epsilon=eps, offset"),
         (lambda width, eps=1e-6: nn.RMSNorm(width, eps=eps), "it(width, eps=eps)(x)"),

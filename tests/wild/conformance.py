@@ -63,8 +63,9 @@ def examine(name):
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "80"})
     if done.returncode in (0, 1) and done.stdout:
         return json.loads(done.stdout)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("rmsnorm check: ")]
-    return lines[0].removeprefix("rmsnorm check: ") if lines else f"{name} ends the process, with {done.returncode}"
+    _, found, said = done.stderr.partition("rmsnorm check: ")
+    # Of what was tried, the first is how it is meant to be called.
+    return " ".join(said.splitlines()[:2]) if found else f"{name} ends the process, with {done.returncode}"
 
 
 def questions():
@@ -142,7 +143,7 @@ if __name__ == "__main__":
         print(f"{number} of {len(named.NAMES)}: {name}", file=sys.stderr, flush=True)
         found = examine(name)
         if isinstance(found, str):
-            missing.append(found.partition("; tried")[0].splitlines()[0])
+            missing.append(found)
         else:
             reports[name] = found
     PAGE.write_text(document(reports, missing), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""docs/conformance.md is what its generator writes, and other people's norms still have the marks that it gives them."""
+"""docs/conformance.md is what its generator writes, and norms still have the marks that it gives them."""
 
 import pytest
 import torch

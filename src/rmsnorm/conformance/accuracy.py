@@ -78,9 +78,9 @@ def row_factor(dtype: torch.dtype, trial: Trial) -> Outcome:
     measured = f"{largest:.3f} roundings (limit {limit:.3f})"
     if largest <= limit:
         return passed(measured, **figures)
-    if bool((slope < 0).all()) and float(slope.mean()) < -0.4:
+    if bool((slope < 0).all()) and -1 < float(slope.mean()) < -0.4:
         said = f"every {short(dtype)} row is too small by {-slope.mean():.2f} roundings: stores truncate, towards zero"
-    elif largest > 3:
+    elif not largest <= 3:
         said = f"whole {short(dtype)} rows are off by up to {largest * torch.finfo(dtype).eps / 2:.2%}"
     else:
         said = f"each {short(dtype)} row is off by one factor: its variance, or the root of it, is rounded to 16 bits"

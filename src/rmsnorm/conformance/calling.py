@@ -99,6 +99,16 @@ def _named(parameters: Mapping[str, inspect.Parameter], names: tuple[str, ...]) 
     return next((name for name in names if name in parameters), None)
 
 
+def _may_be_eps(parameters: Mapping[str, inspect.Parameter], index: int) -> bool:
+    """Whether what is given at this position may be an eps: it is called so, or has a small default, or none."""
+    listed = list(parameters.values())
+    if len(listed) <= index or any(p.kind is p.VAR_POSITIONAL for p in listed[: index + 1]):
+        return len(listed) <= 1  # nothing is known
+    name, default = listed[index].name, listed[index].default
+    small = isinstance(default, float) and 0 <= default < 1e-2
+    return name in EPS or (name not in (*OFFSETS, *WEIGHTS, *SHAPES) and (small or default is inspect.Parameter.empty))
+
+
 def _functions(function: Callable[..., Any], name: str) -> Iterator[Subject]:
     parameters = _signature(function)
     offset = _named(parameters, OFFSETS)
@@ -110,11 +120,12 @@ def _functions(function: Callable[..., Any], name: str) -> Iterator[Subject]:
         if keywords:
             styles.append(Style(("x",), keywords))
     eps = _named(parameters, EPS) or "eps"
+    if _may_be_eps(parameters, 2):
+        styles.append(Style(("x", "weight", "eps"), {}))
+    styles += [Style(("x", "weight"), {"eps": eps}), Style(("x", "weight"), {})]
+    if _may_be_eps(parameters, 1):
+        styles.append(Style(("x", "eps"), {}))
     styles += [
-        Style(("x", "weight", "eps"), {}),
-        Style(("x", "weight"), {"eps": eps}),
-        Style(("x", "weight"), {}),
-        Style(("x", "eps"), {}),
         Style(("x",), {"eps": eps}),
         Style(("x", "shape", "weight", "eps"), {}),
         Style(("out", "x", "weight", "eps"), {}),
@@ -158,8 +169,9 @@ def _function(function: Callable[..., Any], name: str, style: Style) -> Subject:
 def _classes(cls: Callable[..., Any], name: str) -> Iterator[Subject]:
     parameters = _signature(cls)
     offset, eps = _named(parameters, OFFSETS), _named(parameters, EPS)
-    styles = [Style(("width",), {"eps": eps or "eps"}), Style(("width", "eps"), {}), Style(("width",), {})]
-    styles += [Style(("shape",), {"eps": eps or "eps"})]
+    styles = [Style(("width",), {"eps": eps or "eps"}), Style(("width",), {}), Style(("shape",), {"eps": eps or "eps"})]
+    if _may_be_eps(parameters, 1):
+        styles.insert(1, Style(("width", "eps"), {}))
     for style in styles:
         if offset:
             style = replace(style, keywords={**style.keywords, "offset": offset})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
@@ -91,13 +92,13 @@ def find(subject: Subject, device: torch.device) -> Form:
     return Form(offset, eps, place or "inside", rounding, weight is not None)
 
 
-def _eps(reciprocals, x: Tensor, given: float | None) -> tuple[float | None, str | None]:  # type: ignore[no-untyped-def]
+def _eps(reciprocals: Callable[[float], Tensor], x: Tensor, given: float | None) -> tuple[float | None, str | None]:
     """Eps and its place: those that explain rows much smaller than eps, about as large, and larger."""
     smallest = float((1 / reciprocals(_TINY)).median())
     scales = [_TINY, *(factor * smallest for factor in (0.1, 0.3, 1.0, 3.0))]
     seen = [reciprocals(scale).median(-1, keepdim=True).values for scale in scales]
     values = [given] if given is not None else []
-    # Without a gift, or where it was not used: whatever the tiny rows show, under each place.
+    # Where none was given, or not used: whatever the tiny rows show, under each place.
     for eps in (*values, smallest**2, smallest):
         for place in exact.PLACES:
             candidate = float(f"{eps:.2e}") if abs(float(f"{eps:.2e}") - eps) <= _MATCH * eps else eps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ _DX_ROUNDINGS = {torch.float32: 16.0, torch.bfloat16: 4.0, torch.float16: 4.0}
 # Of a term of dweight: dy, x_hat, their product; and the result's own.
 _DWEIGHT_ROUNDINGS = 4.0
 _ROWS = 2048
+_Measure = Callable[[torch.dtype, Trial], Outcome]
 
 
 def dx(dtype: torch.dtype, trial: Trial) -> Outcome:
@@ -111,12 +112,13 @@ def _without_projection(trial: Trial, x: Tensor, weight: Tensor, dy: Tensor) -> 
     return exact.reciprocal(x, trial.eps, trial.form.place) * dy.double() * gain
 
 
-def _if_trained(function, dtype: torch.dtype, trial: Trial) -> Outcome:  # type: ignore[no-untyped-def]
+def _if_trained(function: _Measure, dtype: torch.dtype, trial: Trial) -> Outcome:
     return function(dtype, trial) if trial.subject.trains else not_applicable("for inference only")
 
 
 def checks() -> Iterator[Check]:
-    for function, meaning in ((dx, "dx is the formula's"), (dweight, "dweight is the formula's, summed in float32")):
-        for dtype in _DX_ROUNDINGS:
-            name = f"{function.__name__}-{short(dtype)}"
-            yield Check(name, f"{meaning}.", partial(_if_trained, function, dtype))
+    for dtype in _DX_ROUNDINGS:
+        yield Check(f"dx-{short(dtype)}", "dx is the formula's.", partial(_if_trained, dx, dtype))
+    for dtype in _DX_ROUNDINGS:
+        meaning = "dweight is the formula's, summed in float32."
+        yield Check(f"dweight-{short(dtype)}", meaning, partial(_if_trained, dweight, dtype))
