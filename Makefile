@@ -16,7 +16,7 @@ export RMSNORM_REQUIRE_KERNELS ?= 1
 
 CSRC := $(wildcard csrc/*)
 .DELETE_ON_ERROR:
-.PHONY: demo test check families gpu-table sanitize bench results wheel fix clean
+.PHONY: demo test check families conformance gpu-table sanitize bench results wheel fix clean
 
 demo: $(VENV)/.demo
 	$(BIN)/rmsnorm demo
@@ -61,6 +61,10 @@ WILD := diffusers==0.42.1 litgpt==0.5.13 timm==1.0.31 torchtune==0.6.1 x-transfo
 # The table of other people's norms; the wild tests hold it to what this writes.
 families: $(VENV)/.demo
 	$(BIN)/python -m tests.wild.classes
+
+# The table of everybody's results in the conformance suite: of what is installed, so install more for more.
+conformance: $(VENV)/.demo
+	$(BIN)/python -m tests.wild.conformance
 
 # Registers, spills and instructions of the GPU kernels, compiled without a GPU.
 gpu-table: $(VENV)/.package $(VENV)/.triton

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from rmsnorm import __version__
-from rmsnorm.cli import bench, compare, demo, info, inspect
+from rmsnorm.cli import bench, check, compare, demo, info, inspect
 from rmsnorm.cli.requirements import CannotRun
 
 COMMANDS = {
@@ -18,6 +18,7 @@ COMMANDS = {
     "bench": bench,
     "compare": compare,
     "inspect": inspect,
+    "check": check,
 }
 
 

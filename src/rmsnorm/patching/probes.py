@@ -53,7 +53,7 @@ def find_form(specimen: Specimen) -> Convention:
     }
     best: NotRMSNorm | None = None
     for shape in _row_shapes(specimen):
-        x = _probe(shape, generator, specimen.device)
+        x = probe(shape, generator, specimen.device)
         for measure in (_gated, _plain):
             try:
                 found = measure(specimen, x, shape, tensors)
@@ -90,7 +90,7 @@ def _row_shapes(specimen: Specimen) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(shapes))
 
 
-def _probe(shape: tuple[int, ...], generator: torch.Generator, device: torch.device) -> Tensor:
+def probe(shape: tuple[int, ...], generator: torch.Generator, device: torch.device) -> Tensor:
     """Two by three rows, no element near zero, every row and every group of another magnitude."""
     x = torch.empty(2, 3, *shape).uniform_(0.5, 1.5, generator=generator)
     x *= torch.empty(2, 3, *shape).uniform_(generator=generator).round() * 2 - 1
@@ -132,7 +132,7 @@ def _plain(specimen: Specimen, x: Tensor, shape: tuple[int, ...], tensors: dict[
     form = _measure(lambda u: specimen.run(u, tensors=tensors), specimen, x, shape, tensors)
     if form["shape"] is not None and not specimen.tensors:
         # Without a tensor to fix it the width is any, if another one runs.
-        other = _probe(_WIDTHS_WITHOUT_WEIGHT[1:], torch.Generator().manual_seed(2), x.device)
+        other = probe(_WIDTHS_WITHOUT_WEIGHT[1:], torch.Generator().manual_seed(2), x.device)
         try:
             specimen.run(other)
         except NotRMSNorm:
@@ -146,7 +146,7 @@ def _plain(specimen: Specimen, x: Tensor, shape: tuple[int, ...], tensors: dict[
 
 def _shape_of_unused(specimen: Specimen, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """A tensor that scales nothing does not fix the width, if another width runs."""
-    other = _probe((shape[-1] + 2,), torch.Generator().manual_seed(3), specimen.device)
+    other = probe((shape[-1] + 2,), torch.Generator().manual_seed(3), specimen.device)
     try:
         specimen.run(other)
     except NotRMSNorm:
@@ -162,6 +162,28 @@ def _measure(
     tensors: dict[str, Tensor],
 ) -> dict[str, Any]:
     """Groups, gain and eps of a function of x alone."""
+    group, weight, offset, gain, mean_square = measure_gain(run, x, shape, tensors)
+    rows, width = mean_square.shape
+    tiny = run(x * TINY).double().reshape(rows, width) / (x * TINY).double().reshape(rows, width)
+    eps, eps_name = _eps(gain, tiny, mean_square * TINY**2, specimen, run, x)
+    return {
+        "shape": shape,
+        "weight": weight,
+        "eps": eps,
+        "eps_name": eps_name,
+        "weight_offset": offset,
+        "group_size": None if group == width else group,
+    }
+
+
+def measure_gain(
+    run: Callable[[Tensor], Tensor], x: Tensor, shape: tuple[int, ...], tensors: dict[str, Tensor]
+) -> tuple[int, str | None, float, Tensor, Tensor]:
+    """What large rows show: the size of the groups, the weight's name and offset, the gain, each mean square of x.
+
+    Raises:
+        NotRMSNorm: it is no function of the root mean square, or the gain is no weight plus a constant.
+    """
     large = run(x * LARGE)
     q = (large.double() / (x * LARGE).double()).flatten(0, 1)  # (6, *shape)
     rows, width = q.shape[0], x[0, 0].numel()
@@ -178,16 +200,7 @@ def _measure(
     if not close(gains, gain.expand_as(gains)):
         raise diagnose(run, x)
     weight, offset = _match(gain, tensors)
-    tiny = run(x * TINY).double().reshape(rows, width) / (x * TINY).double().reshape(rows, width)
-    eps, eps_name = _eps(gain, tiny, mean_square * TINY**2, specimen, run, x)
-    return {
-        "shape": shape,
-        "weight": weight,
-        "eps": eps,
-        "eps_name": eps_name,
-        "weight_offset": offset,
-        "group_size": None if group == width else group,
-    }
+    return group, weight, offset, gain, mean_square
 
 
 def _group_size(q: Tensor, shape: tuple[int, ...]) -> int | None:

@@ -1,0 +1,152 @@
+"""What `rmsnorm check` tells: as data, and as a table, with colours on a terminal."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+
+from rmsnorm.cli.requirements import is_installed
+from rmsnorm.conformance import CHECKS, Check, Result, Score, Subject, named, suite
+from rmsnorm.conformance.verdicts import FAIL, NOT_APPLICABLE, NOT_PROMISED, NOT_RUN, PASS
+
+STYLES = {PASS: "green", FAIL: "bold red", NOT_PROMISED: "yellow", NOT_APPLICABLE: "dim", NOT_RUN: "dim"}
+EXTRAS = "Extras, which only some libraries promise; not scored unless promised"
+
+
+@dataclass(frozen=True)
+class Report:
+    """One subject's results, and on what they were found."""
+
+    implementation: str
+    calls: str
+    source: str
+    where: str
+    strict: bool
+    results: list[Result]
+    score: Score
+    interrupted: bool
+    seconds: float
+
+    @classmethod
+    def of(
+        cls,
+        subject: Subject,
+        checks: Iterable[Check],
+        results: list[Result],
+        device: torch.device,
+        strict: bool,
+        interrupted: bool,
+        seconds: float,
+    ) -> Report:
+        """The report, with the checks that did not come to run."""
+        rest = [check for check in checks if check.name not in {result.name for result in results}]
+        where = f"{device}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
+        where += f", torch {torch.__version__}, Python {platform.python_version()}"
+        everything = [*results, *suite.skipped(rest)]
+        score = Score.of(everything)
+        return cls(subject.name, subject.calls, subject.source, where, strict, everything, score, interrupted, seconds)
+
+    @property
+    def findings(self) -> list[Result]:
+        """The checks that failed."""
+        return [result for result in self.results if result.verdict == FAIL]
+
+    @property
+    def groups(self) -> Iterator[tuple[str, list[Result]]]:
+        """The scored checks and the extras that have something to tell."""
+        for title, extra in (("Scored", False), (EXTRAS, True)):
+            shown = [r for r in self.results if r.verdict != NOT_RUN and r.measured != suite.NO_FORM]
+            if found := [result for result in shown if result.extra == extra]:
+                yield title, found
+
+    @property
+    def summary(self) -> str:
+        """The score in words."""
+        said = f"{self.score.passed} of {self.score.scored} scored checks passed"
+        if self.score.extras:
+            said += f", {self.score.extras_passed} of {self.score.extras} extras hold"
+        if self.interrupted:
+            ran = sum(result.verdict != NOT_RUN for result in self.results)
+            said += f"; interrupted after {ran} of {len(self.results)} checks"
+        return said
+
+    def json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+
+def show(report: Report) -> None:
+    """Print it; with colours, and as wide as it is, on a terminal."""
+    if sys.stdout.isatty() and is_installed("rich"):
+        _show_on_terminal(report)
+    else:
+        print(as_text(report))
+
+
+def as_text(report: Report) -> str:
+    lines = [report.implementation, *_heading(report)]
+    names = max(len(result.name) for result in report.results)
+    for title, results in report.groups:
+        lines += ["", title, "-" * len(title)]
+        lines += [f"{r.name:{names}}  {r.verdict:14}  {r.measured}".rstrip() for r in results]
+    for result in _told(report):
+        lines += ["", f"{result.name}: {result.finding}"]
+    return "\n".join([*lines, "", f"{report.summary}. Took {report.seconds:.0f} s."])
+
+
+def _heading(report: Report) -> list[str]:
+    return [line for line in (report.source, f"called as {report.calls}", report.where) if line]
+
+
+def _told(report: Report) -> list[Result]:
+    return [result for result in report.results if result.finding and result.verdict == FAIL]
+
+
+def _show_on_terminal(report: Report) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"\n[bold]{escape(report.implementation)}[/bold]")
+    for line in _heading(report):
+        console.print(f"[dim]{escape(line)}[/dim]")
+    names = max(len(result.name) for result in report.results)
+    for title, results in report.groups:
+        table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("check", no_wrap=True, width=names)
+        table.add_column("verdict", no_wrap=True, width=14)
+        table.add_column("measured")
+        for r in results:
+            table.add_row(r.name, f"[{STYLES[r.verdict]}]{r.verdict}[/]", escape(r.measured))
+        console.print(table)
+    for result in _told(report):
+        console.print(f"[bold red]{result.name}[/bold red]: {escape(result.finding)}")
+        console.print(f"[dim]{escape(result.meaning)}[/dim]\n")
+    colour = "green" if not report.findings and not report.interrupted else "red" if report.findings else "yellow"
+    console.print(f"[bold {colour}]{report.summary}[/]. Took {report.seconds:.0f} s.")
+
+
+def show_list() -> None:
+    """Print every check with its meaning, and every known name."""
+    names = max(len(check.name) for check in CHECKS)
+    for title, extra in (("Checks", False), (EXTRAS, True)):
+        print(f"{title}\n{'-' * len(title)}")
+        for check in CHECKS:
+            if check.extra == extra:
+                print(_entry(check.name, check.meaning, names))
+        print()
+    print("Names\n-----")
+    for name, entry in named.NAMES.items():
+        print(_entry(name, f"{entry.what}{'' if named.installed(name) else ' (not installed)'}", names))
+
+
+def _entry(name: str, text: str, width: int) -> str:
+    indented = textwrap.wrap(text, 78 - width, break_long_words=False)
+    return "\n".join(f"{name if i == 0 else '':{width}}  {line}" for i, line in enumerate(indented))

@@ -1,0 +1,148 @@
+"""All checks, in order, and a subject taken through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from rmsnorm.conformance import accuracy, gradients, inputs, invariance, settings
+from rmsnorm.conformance.form import Form, find
+from rmsnorm.conformance.subject import Refused, Subject
+from rmsnorm.conformance.trial import Trial
+from rmsnorm.conformance.verdicts import (
+    FAIL,
+    NOT_APPLICABLE,
+    NOT_PROMISED,
+    NOT_RUN,
+    PASS,
+    Check,
+    Outcome,
+    Result,
+    failed,
+    not_applicable,
+    not_promised,
+    passed,
+)
+from rmsnorm.patching.specimen import NotRMSNorm
+
+CONVENTION = Check("convention", "It is an RMSNorm, of this form.", lambda trial: passed(str(trial.form)))
+# What is measured of a subject that is no RMSNorm.
+NO_FORM = "no convention"
+CHECKS = (
+    CONVENTION,
+    *accuracy.checks(),
+    *settings.checks(),
+    *inputs.checks(),
+    *gradients.checks(),
+    *invariance.checks(),
+    *invariance.extras(),
+    *accuracy.extras(),
+)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the user says that the convention is; None where nothing is said."""
+
+    offset: float | None = None
+    rounding: str | None = None
+
+    def differs(self, form: Form) -> str:
+        """How a form is another one; nothing if it is not."""
+        if self.offset is not None and form.offset != self.offset:
+            return f"the offset is {form.offset:g}, and {self.offset:g} was expected"
+        if self.rounding is not None and form.weighted and form.rounding != self.rounding:
+            return f"the rounding is {form.rounding}, and {self.rounding} was expected"
+        return ""
+
+
+def chosen(only: Iterable[str]) -> tuple[Check, ...]:
+    """The checks with these names, or whose names begin with one of them and a dash; all of them without any."""
+    wanted = tuple(only)
+    if not wanted:
+        return CHECKS
+    return tuple(c for c in CHECKS if any(c.name == name or c.name.startswith(f"{name}-") for name in wanted))
+
+
+def run(
+    subject: Subject,
+    checks: Iterable[Check] = CHECKS,
+    *,
+    device: torch.device,
+    expected: Expected = Expected(),
+    strict: bool = False,
+    step: Callable[[str], None] = lambda name: None,
+) -> Iterator[Result]:
+    """Yield the result of each check as it is there; `step` hears a check's name before it begins.
+
+    Args:
+        subject: what is checked.
+        checks: some of CHECKS.
+        device: where it runs.
+        expected: of the convention.
+        strict: extras are scored too, as if the subject promised them.
+        step: for a progress bar.
+    """
+    step(CONVENTION.name)
+    try:
+        form = find(subject, device)
+    except (NotRMSNorm, Refused) as reason:
+        why = "no RMSNorm" if isinstance(reason, NotRMSNorm) else "does not run on ordinary float32 rows"
+        yield _result(CONVENTION, failed("not recognised", f"{why}: {reason}"))
+        yield from (_result(c, not_applicable(NO_FORM)) for c in checks if c is not CONVENTION)
+        return
+    trial = Trial(subject, form, device)
+    for check in checks:
+        if check is not CONVENTION:
+            step(check.name)
+        yield _result(check, _outcome(check, trial, expected, strict))
+
+
+def _outcome(check: Check, trial: Trial, expected: Expected, strict: bool) -> Outcome:
+    if check is CONVENTION and (said := expected.differs(trial.form)):
+        return failed(str(trial.form), said)
+    try:
+        outcome = check.run(trial)
+    except Refused as error:
+        return not_promised(f"refused: {error}")
+    promises = trial.subject.promises
+    if check.extra and outcome.verdict == FAIL and not (strict or "all" in promises or check.name in promises):
+        return replace(outcome, verdict=NOT_PROMISED)
+    return outcome
+
+
+def _result(check: Check, outcome: Outcome) -> Result:
+    return Result(
+        check.name,
+        check.meaning,
+        check.extra,
+        outcome.verdict,
+        outcome.measured,
+        outcome.finding,
+        outcome.figures,
+    )
+
+
+def skipped(checks: Iterable[Check]) -> list[Result]:
+    """Results of checks that did not come to run."""
+    return [_result(check, Outcome(NOT_RUN, "")) for check in checks]
+
+
+@dataclass(frozen=True)
+class Score:
+    """How many of the scored checks passed, and how many of the extras hold."""
+
+    passed: int
+    scored: int
+    extras_passed: int
+    extras: int
+
+    @classmethod
+    def of(cls, results: Iterable[Result]) -> Score:
+        """Count them; what is refused or does not apply counts nowhere."""
+        counted = [(r.extra, r.verdict) for r in results if r.verdict not in (NOT_APPLICABLE, NOT_RUN)]
+        scored = [verdict for extra, verdict in counted if not extra and verdict != NOT_PROMISED]
+        extras = [verdict for extra, verdict in counted if extra]
+        return cls(scored.count(PASS), len(scored), extras.count(PASS), len(extras))

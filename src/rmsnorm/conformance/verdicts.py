@@ -1,0 +1,65 @@
+"""A check, what it finds, and the words for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rmsnorm.conformance.trial import Trial
+
+PASS, FAIL = "pass", "fail"
+# Of an extra, that it does not hold; of anything else, that the subject refuses to do it, which is not wrong.
+NOT_PROMISED = "not promised"
+NOT_APPLICABLE = "not applicable"
+NOT_RUN = "not run"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one check found: `measured` in a few words, `finding` in a sentence if something is wrong."""
+
+    verdict: str
+    measured: str
+    finding: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+def passed(measured: str, **figures: Any) -> Outcome:
+    return Outcome(PASS, measured, "", figures)
+
+
+def failed(measured: str, finding: str, **figures: Any) -> Outcome:
+    return Outcome(FAIL, measured, finding, figures)
+
+
+def not_promised(measured: str) -> Outcome:
+    return Outcome(NOT_PROMISED, measured)
+
+
+def not_applicable(measured: str) -> Outcome:
+    return Outcome(NOT_APPLICABLE, measured)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question: `meaning` is its answer where all is well; an extra is what only some promise."""
+
+    name: str
+    meaning: str
+    run: Callable[[Trial], Outcome]
+    extra: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a check of one subject."""
+
+    name: str
+    meaning: str
+    extra: bool
+    verdict: str
+    measured: str
+    finding: str
+    figures: dict[str, Any]
