@@ -6,4 +6,5 @@ collect_ignore = [
     "interpreter_checks.py",
     "interpreter_worker.py",
     "launch_worker.py",
+    "table.py",
 ]
