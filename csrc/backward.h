@@ -106,8 +106,7 @@ void finish_rows(const Backward& b, int64_t r0, const float* k) {
 
 // The first group of rows from r0 on, no more of them than a batch.
 template <class DY, class X>
-void backward_group(const Backward& b, int64_t r0, int64_t rows) {
-    const int log_cols = ceil_log2(b.cols);
+void backward_group(const Backward& b, int64_t r0, int64_t rows, int log_cols) {
     const double reciprocal = 1.0 / double(b.cols);
     float k[backward_batch] = {};
     for (int64_t r = 0; r < rows && b.dx.data; ++r) {
@@ -126,15 +125,17 @@ void backward_group(const Backward& b, int64_t r0, int64_t rows) {
 
 template <class DY, class X>
 void backward_rows(const Backward& b) {
+    const int log_cols = ceil_log2(b.cols);
     auto skip = [&](Rows& rows, int64_t size) {
         if (rows.data) rows.data = static_cast<char*>(rows.data) + b.cols * size;
     };
     for (int64_t r0 = 0; r0 < b.rows; r0 += backward_batch) {
         Backward part = b;
         for (int64_t g = 0; g < b.groups; ++g) {
-            backward_group<DY, X>(part, r0, b.rows - r0 < backward_batch ? b.rows - r0 : backward_batch);
-            skip(part.dy, sizeof(DY)), skip(part.x, sizeof(X)), skip(part.dh, sizeof(X)),
-                skip(part.dx, sizeof(X));
+            backward_group<DY, X>(part, r0, b.rows - r0 < backward_batch ? b.rows - r0 : backward_batch,
+                                  log_cols);
+            skip(part.dy, sizeof(DY)), skip(part.x, sizeof(X));
+            skip(part.dh, sizeof(X)), skip(part.dx, sizeof(X));
             ++part.rstd;
             if (b.gain) part.gain += b.cols;
             if (b.dweight) part.dweight += b.cols;

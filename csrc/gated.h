@@ -33,10 +33,15 @@ inline void sigmoid(F64 (&z)[4]) {
     for (int k = 0; k < 4; ++k) z[k] = div(e[k], add(sub(p[k], q[k]), e[k]));
 }
 
-// s = sigmoid(z).
+// s = sigmoid(z). Memory has nothing to do meanwhile: what is read or written next may be prefetched.
 template <class X>
-void sigmoid_row(const X* z, float* s, int64_t width) {
+void sigmoid_row(const X* z, float* s, int64_t width, const X* read_later = nullptr,
+                 const X* write_after = nullptr) {
     for (int64_t i = 0; i < width; i += 2 * N) {
+        for (int64_t byte = 0; byte < 2 * N * int64_t(sizeof(X)); byte += 64) {
+            if (read_later) prefetch(reinterpret_cast<const char*>(read_later + i) + byte);
+            if (write_after) prefetch_to_write(reinterpret_cast<const char*>(write_after + i) + byte);
+        }
         const bool whole = i + 2 * N <= width;
         const int64_t n = width - i < N ? width - i : N,
                       rest = width - i - n;  // `rest` where it is not whole
@@ -102,6 +107,13 @@ void gate_result(const float* normed, Dtype normed_type, const X* z, const float
     });
 }
 
+// Long rows piece by piece: the sigmoids of one stay in the first-level cache.
+template <class Piece>
+void in_pieces(int64_t width, Piece piece) {
+    constexpr int64_t length = 512;
+    for (int64_t i = 0; i < width; i += length) piece(i, width - i < length ? width - i : length);
+}
+
 template <class X>
 void gated_forward_rows(const GatedForward& g) {
     const Forward& f = g.norm;
@@ -115,10 +127,15 @@ void gated_forward_rows(const GatedForward& g) {
         part.x = from(f.x, r0, f.x_type);
         if (f.rstd) part.rstd = f.rstd + r0 * f.groups;
         if (g.gate.first) {
-            for (int64_t r = 0; r < part.rows; ++r) {
-                const X* z = row<X>(g.gate.rows, r0 + r);
-                sigmoid_row(z, s, width);
-                gate_row(row<X>(f.x, r0 + r), z, s, activation, row<float>(scratch, r), width);
+            for (int64_t r = r0; r < r0 + part.rows; ++r) {
+                const int64_t next = r + 1 < f.rows ? r + 1 : r;
+                const X *x = row<X>(f.x, r), *z = row<X>(g.gate.rows, r), *next_x = row<X>(f.x, next),
+                        *next_z = row<X>(g.gate.rows, next);
+                float* u = row<float>(scratch, r - r0);
+                in_pieces(width, [&](int64_t i, int64_t n) {
+                    sigmoid_row(z + i, s, n, next_x + i, next_z + i);
+                    gate_row(x + i, z + i, s, activation, u + i, n);
+                });
             }
             part.x = scratch, part.x_type = Dtype::f32;
             part.y = from(f.y, r0, f.y_type);
@@ -126,11 +143,15 @@ void gated_forward_rows(const GatedForward& g) {
         } else {
             part.y = scratch, part.y_type = Dtype::f32, part.stream = false;
             forward(part);
-            for (int64_t r = 0; r < part.rows; ++r) {
-                const X* z = row<X>(g.gate.rows, r0 + r);
-                sigmoid_row(z, s, width);
-                gate_result(row<float>(scratch, r), g.normed_type, z, s, activation, row<X>(f.y, r0 + r),
-                            width);
+            for (int64_t r = r0; r < r0 + part.rows; ++r) {
+                const X *z = row<X>(g.gate.rows, r),
+                        *next_x = row<X>(f.x, r + batch < f.rows ? r + batch : r);
+                const float* normed = row<float>(scratch, r - r0);
+                X* y = row<X>(f.y, r);
+                in_pieces(width, [&](int64_t i, int64_t n) {
+                    sigmoid_row<X>(z + i, s, n, next_x + i, y + i);
+                    gate_result(normed + i, g.normed_type, z + i, s, activation, y + i, n);
+                });
             }
         }
     }

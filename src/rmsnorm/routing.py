@@ -95,8 +95,8 @@ def _normalize_jagged(
     return jagged(y), None if h is None else jagged(h)
 
 
-def need_plain_operations(*tensors: Tensor | None) -> bool:
-    """Whether only operations that PyTorch itself knows will do; the first is x."""
+def need_plain_operations(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether only operations that PyTorch itself knows will do."""
     compiling, transforming = torch.compiler.is_compiling(), _functorch_active()
     if formula.exporting() or forward_ad._current_level >= 0:
         return True
@@ -104,8 +104,8 @@ def need_plain_operations(*tensors: Tensor | None) -> bool:
     if compiling and (_compile_as == "formula" or transforming):
         return True
     # The reference, which computes float64, reads the bits of numbers: torch 2.10 cannot `vmap` that.
-    if tensors[0].dtype == torch.float64 and (compiling or transforming):  # type: ignore[union-attr]
+    if x.dtype == torch.float64 and (compiling or transforming):
         return True
     if transforming and not transforms.only_reverse_mode_and_vmap():
         return True
-    return any(transforms.dispatches_itself(t) for t in tensors if t is not None)
+    return any(transforms.dispatches_itself(t) for t in (x, *others) if t is not None)
