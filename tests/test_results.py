@@ -22,13 +22,15 @@ def test_the_picture_is_of_the_committed_results():
 
 
 def test_every_file_says_how_it_was_made_and_has_nothing_wrong():
-    files = sorted(readme.FOLDER.glob("*.jsonl"))
     described = (readme.FOLDER / "README.md").read_text()
-    for file in files:
+    files = sorted(readme.FOLDER.glob("*.jsonl"))
+    raced = [file for file in files if file.name.startswith(("forward", "training"))]
+    assert all(f"`{file.name}`" in described for file in files)
+    for file in raced:
         about, *lines = map(json.loads, file.read_text().splitlines())
         assert f"`{about['about']['command']}`" in described, file.name
         assert not [line for line in lines if line["status"] == "wrong"]
-    assert len(files) >= 4
+    assert len(raced) >= 4
 
 
 def test_a_figure_that_was_changed_by_hand_is_found():
