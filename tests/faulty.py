@@ -281,7 +281,7 @@ FAULTS = (
         variance_in_16_bits,
         ("row-factor-bfloat16", "row-factor-float16"),
         "its variance, or the root of it, is rounded to 16 bits",
-        ("accuracy-bfloat16", "accuracy-float16", "range-float16", "shapes"),
+        ("accuracy-bfloat16", "accuracy-float16", "range-float16"),
     ),
     Fault(squares_overflow_float16, ("range-float16",), "their squares overflow", ("accuracy-float16",)),
     Fault(offset_dropped, ("weight-offset",), "nothing is added"),

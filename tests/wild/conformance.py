@@ -65,7 +65,11 @@ def examine(name):
         return json.loads(done.stdout)
     _, found, said = done.stderr.partition("rmsnorm check: ")
     # Of what was tried, the first is how it is meant to be called.
-    return " ".join(said.splitlines()[:2]) if found else f"{name} ends the process, with {done.returncode}"
+    return (
+        " ".join(said.split("\n  ")[:2]).strip().rstrip(".")
+        if found
+        else f"{name} ends the process, with {done.returncode}"
+    )
 
 
 def questions():

@@ -54,6 +54,8 @@ def _judged(trial: Trial, error: Tensor, dtype: torch.dtype, where: str) -> Outc
     measured = f"{_ulp(largest)} ulp, 99.9 %: {_ulp(most)} (limit {limit:g})"
     if largest <= limit:
         return passed(measured, **figures)
+    if largest == torch.inf:
+        return failed("not finite", f"{short(dtype)} results are not finite, where they should be", limit=limit)
     said = f"{short(dtype)} results are up to {_ulp(largest)} units in the last place off"
     if dtype == torch.float64 and largest > 1e4:
         said += ": it computes in float32"
@@ -78,9 +80,11 @@ def row_factor(dtype: torch.dtype, trial: Trial) -> Outcome:
     measured = f"{largest:.3f} roundings (limit {limit:.3f})"
     if largest <= limit:
         return passed(measured, **figures)
+    if not bool(slope.isfinite().all()):
+        return failed("not finite", f"{short(dtype)} results are not finite, where they should be", limit=limit)
     if bool((slope < 0).all()) and -1 < float(slope.mean()) < -0.4:
         said = f"every {short(dtype)} row is too small by {-slope.mean():.2f} roundings: stores truncate, towards zero"
-    elif not largest <= 3:
+    elif largest > 3:
         said = f"whole {short(dtype)} rows are off by up to {largest * torch.finfo(dtype).eps / 2:.2%}"
     else:
         said = f"each {short(dtype)} row is off by one factor: its variance, or the root of it, is rounded to 16 bits"

@@ -13,6 +13,8 @@ from rmsnorm.conformance.verdicts import Check, Outcome, failed, not_applicable,
 from rmsnorm.patching.convention import short
 
 _WIDTHS = (1, 2, 3, 5, 7, 8, 15, 17, 31, 33, 63, 65, 100, 127, 129, 255, 257, 513, 768, 1000, 1023, 1025, 2049, 4093)
+# In limits of accuracy, which is judged elsewhere: what a shape or a stride spoils is far beyond.
+_GROSS = 2.0
 _ROWS = (1, 2, 3, 5, 8, 33, 130, 1025)
 
 
@@ -24,7 +26,7 @@ def widths(trial: Trial) -> Outcome:
         for dtype in trial.dtypes:
             x, weight = trial.rows(5, width, dtype, seed=width), trial.weight(width, dtype)
             try:
-                if trial.worst(x, weight) > 1:
+                if not trial.worst(x, weight) <= _GROSS:
                     wrong.append(width)
                     why = why or _other_mean(trial, x, weight)
             except Refused as error:
@@ -60,7 +62,7 @@ def shapes(trial: Trial) -> Outcome:
         for dtype in trial.dtypes:
             x = trial.rows(max(1, torch.Size(shape[:-1]).numel()), width, dtype, seed=8).view(shape)
             try:
-                if trial.worst(x, trial.weight(width, dtype)) > 1:
+                if not trial.worst(x, trial.weight(width, dtype)) <= _GROSS:
                     wrong.append("x".join(map(str, shape)))
             except Refused:
                 refused.append("x".join(map(str, shape)))
@@ -110,7 +112,7 @@ def strides(trial: Trial) -> Outcome:
             except Refused:
                 refused.append(name)
                 continue
-            if error > 1:
+            if not error <= _GROSS:
                 wrong.append(name)
     if trial.subject.trains and not wrong:
         try:
