@@ -326,12 +326,22 @@ def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch, tmp_path, ca
 
 def test_ctrl_c_ends_a_run_with_130():
     command = [sys.executable, "-m", "rmsnorm", *SMALL, *FAST, "--rounds", "100000", "--json"]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
-    assert "about" in running.stdout.readline()
-    while "forward" not in running.stderr.readline():
-        assert running.poll() is None
-    running.send_signal(signal.SIGINT)
-    _, error = running.communicate(timeout=60)
+
+    def heed_ctrl_c():  # which shells tell the jobs that they start in the background to ignore
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ, preexec_fn=heed_ctrl_c
+    )
+    try:
+        assert "about" in running.stdout.readline()
+        while "forward" not in running.stderr.readline():
+            assert running.poll() is None
+        running.send_signal(signal.SIGINT)
+        _, error = running.communicate(timeout=60)
+    finally:
+        running.kill()
+        running.communicate()
     assert running.returncode == 130
     assert "Traceback" not in error
 

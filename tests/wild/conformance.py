@@ -134,8 +134,9 @@ def _mark(report, check):
 
 def marks(page):
     """The marks of a page: name -> check -> mark."""
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    start = next(i for i, row in enumerate(rows) if row[0] == "rmsnorm" and len(row) > 3)
+    lines = [line for line in page.splitlines() if line.startswith("| ")]
+    start = next(i for i, line in enumerate(lines) if line.startswith("| | rmsnorm |"))
+    rows = [line.strip("| ").split(" | ") for line in lines]
     head = rows[start]
     table = [row for row in rows[start + 1 :] if len(row) == len(head) + 1 and not row[0].startswith("---")]
     return {name: {row[0]: row[1 + i] for row in table} for i, name in enumerate(head)}
