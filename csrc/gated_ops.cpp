@@ -8,8 +8,8 @@
 #include <optional>
 #include <tuple>
 
-#include "blocks.h"
 #include "tensors.h"
+#include "threads.h"
 
 namespace {
 
@@ -136,24 +136,24 @@ std::tuple<Tensor, Tensor, Tensor> gated_backward(const Tensor& dy_given, const 
     call.norm.x_type = x.dtype;
     const int64_t norm_scratch = g.cols;
     const Dtype dweight_type = weight ? weight->dtype : Dtype::f32;
-    const Tensor dweight = sum_blocks(rows, cols, need_dweight, dweight_type, norm_scratch + g.scratch(),
-                                      [&](int64_t begin, int64_t end, float* sums, float* scratch) {
-                                          layout.for_each_run(begin, end, [&](const Layout::Run& run) {
-                                              rmsnorm::GatedBackward part = call;
-                                              part.norm.rows = run.rows;
-                                              part.norm.rstd = floats(rstd) + run.first * g.groups;
-                                              part.norm.dy = dy.rows(run, 0);
-                                              part.norm.x = x.rows(run, 1);
-                                              if (dx) part.norm.dx = dx->rows(run, 3);
-                                              part.norm.dweight = sums;
-                                              part.norm.scratch = scratch;
-                                              if (!g.gate) return kernels.backward(part.norm);
-                                              part.gate.rows = g.gate->rows(run, 2);
-                                              part.gate.scratch = scratch + norm_scratch;
-                                              if (dgate) part.dgate = dgate->rows(run, 3);
-                                              kernels.gated_backward(part);
-                                          });
-                                      });
+    const Tensor dweight = sum_rows(rows, cols, need_dweight, dweight_type, norm_scratch + g.scratch(),
+                                    [&](int64_t begin, int64_t end, float* sums, float* scratch) {
+                                        layout.for_each_run(begin, end, [&](const Layout::Run& run) {
+                                            rmsnorm::GatedBackward part = call;
+                                            part.norm.rows = run.rows;
+                                            part.norm.rstd = floats(rstd) + run.first * g.groups;
+                                            part.norm.dy = dy.rows(run, 0);
+                                            part.norm.x = x.rows(run, 1);
+                                            if (dx) part.norm.dx = dx->rows(run, 3);
+                                            part.norm.dweight = sums;
+                                            part.norm.scratch = scratch;
+                                            if (!g.gate) return kernels.backward(part.norm);
+                                            part.gate.rows = g.gate->rows(run, 2);
+                                            part.gate.scratch = scratch + norm_scratch;
+                                            if (dgate) part.dgate = dgate->rows(run, 3);
+                                            kernels.gated_backward(part);
+                                        });
+                                    });
     auto or_nothing = [&](const std::optional<View>& result) {
         return result ? result->tensor : empty_vector(0, scalar_type(x.dtype));
     };

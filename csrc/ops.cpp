@@ -11,8 +11,8 @@
 #include <tuple>
 #include <vector>
 
-#include "blocks.h"
 #include "tensors.h"
+#include "threads.h"
 
 namespace {
 
@@ -135,7 +135,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy_given, const Tensor& x_give
     call.x_type = x_type;
     const int64_t scratch = need_dx ? cols : 0;
     const Dtype dweight_type = weight ? weight->dtype : Dtype::f32;
-    const Tensor dweight = sum_blocks(
+    const Tensor dweight = sum_rows(
         rows, cols, need_dweight, dweight_type, scratch,
         [&](int64_t begin, int64_t end, float* sums, float* room) {
             layout.for_each_run(begin, end, [&](const Layout::Run& run) {

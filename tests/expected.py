@@ -3,6 +3,8 @@
 u is a dtype's unit roundoff: one operation, or one rounding to that dtype, has a relative error of at most u.
 """
 
+import math
+
 import torch
 
 from rmsnorm import reference
@@ -102,10 +104,10 @@ def gradient_bounds(dy, x, weight=None, eps=1e-6, weight_offset=0.0, dh=None):
         return dx, None
 
     # Each term is off by 3u, and a float32 sum of n terms by n - 1 roundings of the sum of their magnitudes. Rows are
-    # added within blocks, then the blocks.
+    # added within leaves, then the leaves in pairs.
     rows = x[..., 0].numel()
-    length = reference.rows_per_block(rows)
-    terms = 3 + length + (rows + length - 1) // length
+    leaves = reference.leaves(rows)
+    terms = 3 + math.ceil(rows / leaves) + math.log2(leaves)
     magnitude = (g * x_hat).reshape(-1, d).abs().sum(0)
     dweight = magnitude * (SECOND_ORDER * (terms * u + (rows if judge else 0) * u + judge) + U[weight.dtype])
     return dx, dweight + HALF_A_SUBNORMAL[weight.dtype]

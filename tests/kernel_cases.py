@@ -115,8 +115,8 @@ def gradients_of_any_values():
 
 
 def gradients_of_row_counts():
-    # 257 rows are 9 blocks of dweight; 8223 are 250 of 33 rows, where blocks of 32 would be 257.
-    shapes = [*product(WIDTHS, ROWS), (5, 31), (5, 32), (5, 33), (9, 8192), (9, 8223), (33, 1000)]
+    # 257 rows are 8 leaves of dweight, 8223 are 256: of 32 and 33 rows.
+    shapes = [*product(WIDTHS, ROWS), (5, 64), (5, 65), (5, 128), (5, 130), (9, 8192), (9, 8223), (33, 1000)]
     for index, (width, rows) in enumerate(shapes):
         x_dtype, dy_dtype = DTYPES[index % 3], DTYPES[(index // 3) % 3]
         x, dy = random_rows(rows, width, x_dtype, seed=index), random_rows(rows, width, dy_dtype, seed=index + 1)

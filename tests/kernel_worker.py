@@ -18,7 +18,7 @@ import torch
 from tests.bits import difference
 
 THREADS = (1, 2, 3)
-# Below this many elements the operators use one thread whatever they are offered (csrc/blocks.h).
+# Below this many elements the operators use one thread whatever they are offered (csrc/threads.h).
 SPLIT = 16384
 # Every so many cases are run again in other floating-point environments; a prime, so that all dtypes are met.
 SAMPLE = 23

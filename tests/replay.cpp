@@ -106,6 +106,24 @@ std::vector<float> gain_of(const rmsnorm::Kernels& kernels, const Array& weight,
     return gain;
 }
 
+// As csrc/threads.h, without threads: all leaves, then pairs of what is left. work(begin, end, sums) takes
+// one leaf.
+template <class Work>
+void sum_rows(const rmsnorm::Kernels& kernels, int64_t rows, const Array& dweight, Work work) {
+    const int64_t cols = dweight.cols();
+    size_t leaves = 1;
+    while (int64_t(leaves) * 64 < rows) leaves *= 2;
+    std::vector<std::vector<float>> sums(leaves, std::vector<float>(size_t(cols), 0.0f));
+    auto edge = [&](size_t leaf) { return rows * int64_t(leaf) / int64_t(leaves); };
+    for (size_t leaf = 0; leaf < leaves; ++leaf) work(edge(leaf), edge(leaf + 1), sums[leaf].data());
+    for (; leaves > 1; leaves /= 2)
+        for (size_t leaf = 0; leaf < leaves; leaf += 2) {
+            kernels.accumulate(sums[leaf + 1].data(), sums[leaf].data(), cols);
+            sums[leaf / 2] = sums[leaf];
+        }
+    kernels.round(sums[0].data(), dweight.data(), dweight.dtype(), cols);
+}
+
 // Runs `call` into y, and past the cache where the groups of y allow it.
 template <class Call>
 void into(rmsnorm::Forward& f, const Array& y, Call call) {
@@ -186,25 +204,19 @@ void gated_backward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* o
     std::unique_ptr<float[]> scratch(new float[size_t(b.cols)]),
         gate_scratch(new float[size_t(rmsnorm::gate_scratch(cols))]);
     b.scratch = scratch.get(), g.gate.scratch = gate_scratch.get();
-    std::vector<float> total(size_t(cols), 0.0f);
-    const int64_t length = std::max<int64_t>(64, (rows + 255) / 256);
-    for (int64_t begin = 0; begin < rows; begin += length) {
-        std::vector<float> sum(size_t(cols), 0.0f);
-        b.rows = std::min(length, rows - begin);
+    sum_rows(kernels, rows, dweight, [&](int64_t begin, int64_t end, float* sums) {
+        b.rows = end - begin;
         b.dy = dy.at(begin), b.x = x.at(begin), b.dx = dx.at(begin);
         b.rstd = rstd.floats() + begin * b.groups;
-        b.dweight = sum.data();
+        b.dweight = sums;
         if (gate) g.gate.rows = gate.at(begin), g.dgate = dgate.at(begin);
         gate ? kernels.gated_backward(g) : kernels.backward(b);
-        kernels.accumulate(sum.data(), total.data(), cols);
-    }
-    kernels.round(total.data(), dweight.data(), dweight.dtype(), cols);
+    });
     dx.write(out);
     if (gate) dgate.write(out);
     dweight.write(out);
 }
 
-// As in ops.cpp, with one thread: block after block, each with its own sum.
 void backward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
     const auto offset = float(read<double>(in));
     const auto rebuilt_type = read<int64_t>(in), weight_type = read<int64_t>(in);
@@ -216,28 +228,22 @@ void backward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
     const Array dx(x_type, rows, cols), dweight(Dtype(weight_type), 1, cols);
     const std::vector<float> gain = gain_of(kernels, weight, offset);
     std::unique_ptr<float[]> scratch(new float[size_t(cols)]);
-    std::vector<float> total(size_t(cols), 0.0f);
-
-    const int64_t length = std::max<int64_t>(64, (rows + 255) / 256);
-    for (int64_t begin = 0; begin < rows; begin += length) {
-        std::vector<float> sum(size_t(cols), 0.0f);
+    sum_rows(kernels, rows, dweight, [&](int64_t begin, int64_t end, float* sums) {
         rmsnorm::Backward b{};
-        b.rows = std::min(length, rows - begin), b.cols = cols;
+        b.rows = end - begin, b.cols = cols;
         b.dy_type = dy.dtype(), b.x_type = x_type;
         b.dy = dy.at(begin), b.x = x.at(begin), b.dx = dx.at(begin);
         if (dh) b.dh = dh.at(begin);
         b.rstd = rstd.floats() + begin;
         b.gain = weight ? gain.data() : nullptr;
-        b.dweight = sum.data();
+        b.dweight = sums;
         b.scratch = scratch.get();
         if (rebuilds) {
             kernels.rebuild({b.x, b.dx, b.rstd, b.gain, b.rows, cols, x.dtype(), x_type});
             b.x = b.dx;
         }
         kernels.backward(b);
-        kernels.accumulate(sum.data(), total.data(), cols);
-    }
-    kernels.round(total.data(), dweight.data(), dweight.dtype(), cols);
+    });
     dx.write(out);
     dweight.write(out);
 }

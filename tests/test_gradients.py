@@ -41,7 +41,7 @@ def judged(dy, x, weight=None, eps=1e-6, weight_offset=0.0, dh=None):
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize(("x_dtype", "w_dtype"), list(product(DTYPES, (None, *DTYPES))))
 def test_gradients_are_the_references_and_near_those_of_float64(x_dtype, w_dtype, offset, rounding):
-    # 300 rows are ten blocks of dweight. Gains of 0.5 to 2, of both signs, and a few of zero.
+    # 300 rows are eight leaves of dweight. Gains of 0.5 to 2, of both signs, and a few of zero.
     x = tensor(300, 33, dtype=x_dtype, scale=3.0)
     weight = None if w_dtype is None else tensor(33, seed=1).sign() * torch.linspace(0, 2, 33)
     weight = None if weight is None else weight.to(w_dtype)

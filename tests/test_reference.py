@@ -232,14 +232,12 @@ def test_exponent_is_that_of_the_next_power_of_two():
     assert torch.isfinite(reference._power_of_two(-reference._exponent(ends))).all()
 
 
-def test_blocks_of_dweight_depend_on_the_row_count_alone():
-    previous = 0
+def test_leaves_of_dweight_depend_on_the_row_count_alone():
     for rows in [*range(2000), 8191, 8192, 8193, 10**5, 10**6, 10**9]:
-        length = reference.rows_per_block(rows)
-        assert length >= max(64, previous)
-        assert math.ceil(rows / length) <= 256
-        assert length == 64 or (length - 1) * 256 < rows  # no longer than that takes
-        previous = length
+        leaves = reference.leaves(rows)
+        assert leaves.bit_count() == 1
+        assert rows <= 64 * leaves
+        assert leaves == 1 or rows > 32 * leaves  # no more of them than that takes
 
 
 # ---------------------------------------------------------------- infinities and NaN

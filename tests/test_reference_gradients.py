@@ -1,5 +1,7 @@
 """Level 1: the reference's gradients, against float64 autograd of the textbook formula, and the formula's own."""
 
+import math
+
 import pytest
 import torch
 
@@ -78,9 +80,9 @@ def test_dx_is_within_its_roundings_of_float64_autograd(width, dtype, w_dtype, o
 
 @pytest.mark.parametrize("w_dtype", [None, *DTYPES])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [0, 1, 3, 32, 33, 257, 8223])
+@pytest.mark.parametrize("rows", [0, 1, 3, 64, 65, 257, 8223])
 def test_dweight_is_within_its_roundings_of_float64_autograd(rows, dtype, w_dtype):
-    """Each term has three roundings (rstd, x_hat, product); the sum one for each term of a block and each block.
+    """Each term has three roundings (rstd, x_hat, product); the sum one for each term of a leaf and each level above.
 
     16-bit weights get the one rounding of their dtype on top, because the sum is in float32 for them as well.
     """
@@ -89,8 +91,8 @@ def test_dweight_is_within_its_roundings_of_float64_autograd(rows, dtype, w_dtyp
     _, rstd = reference.forward(x, weight, 1e-6, 0.0, "once")
     _, dweight = reference.backward(dy, x, rstd, weight, 0.0)
     _, expected = gradients_in_float64(dy, x, weight, 1e-6, 0.0)
-    length = reference.rows_per_block(rows)
-    additions = min(rows, length) + (rows + length - 1) // length
+    leaves = reference.leaves(rows)
+    additions = math.ceil(rows / leaves) + math.log2(leaves)
     magnitudes = (dy.double() * textbook(x.double(), None, 1e-6, 0.0)).abs().sum(0)
     bound = ((1 + ROUNDOFF[torch.float32]) ** (3 + additions) - 1 + rows * 2.0**-50) * magnitudes
     if w_dtype not in (None, torch.float32):
@@ -99,16 +101,53 @@ def test_dweight_is_within_its_roundings_of_float64_autograd(rows, dtype, w_dtyp
     assert ((dweight.double() - expected).abs() <= bound).all()
 
 
-def test_dweight_is_summed_in_row_order_within_blocks_and_then_in_block_order():
+def sum_of_halves(terms):
+    """The order of dweight once more: halves are summed by themselves down to leaves of at most 64 rows."""
+    rows = len(terms)
+    depth = max(0, math.ceil(math.log2(max(rows, 1) / 64)))
+    if depth == 0:
+        total = torch.zeros(terms.shape[1])
+        for term in terms:
+            total = total + term
+        return total
+    # Not rows // 2: the leaves of all halves lie at one depth, and their edges are those of equal shares.
+    edges = [rows * i >> depth for i in range((1 << depth) + 1)]
+
+    def node(begin, end):
+        if end - begin == 1:
+            return sum_of_halves(terms[edges[begin] : edges[end]])
+        middle = (begin + end) // 2
+        return node(begin, middle) + node(middle, end)
+
+    return node(0, 1 << depth)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 64, 65, 127, 128, 129, 200, 257, 1000])
+def test_rows_are_summed_in_order_within_leaves_and_then_in_pairs(rows):
+    terms = random_rows(rows, 7, torch.float32, 1)
+    assert torch.equal(reference.sum_rows(terms), sum_of_halves(terms))
+    assert torch.equal(reference.sum_rows(terms.view(-1, 1, 7)), sum_of_halves(terms))
+
+
+def test_dweight_is_summed_in_row_order_within_leaves():
     """1 + 2^-24 + 2^-24 … is 1 in that order, in float32, and more in any order that adds small terms first."""
-    rows, small = 192, 2.0**-24
+    rows, small = 256, 2.0**-24
     dy = torch.full((rows, 1), small)
     dy[0] = 1.0
     x, rstd = torch.ones(rows, 1), torch.ones(rows, 1)  # x_hat = 1
     _, dweight = reference.backward(dy, x, rstd, None, 0.0)
-    assert reference.rows_per_block(rows) == 64
-    # First block: 1 swallows 63 terms, each half a unit, to even. The others sum to 64 * 2^-24 = 2^-18 each.
-    assert dweight.item() == 1 + 2 * 2.0**-18
+    assert reference.leaves(rows) == 4
+    # First leaf: 1 swallows 63 terms, each half a unit, to even. The others sum to 64 * 2^-24 = 2^-18 each.
+    assert dweight.item() == 1 + 3 * 2.0**-18
+
+
+@pytest.mark.parametrize("shares", [2, 4, 8])
+@pytest.mark.parametrize("rows", [33, 64, 100, 500])
+def test_the_sum_of_equal_shares_of_the_rows_is_the_sum_of_all(shares, rows):
+    """What makes dweight the same on ranks with equal shares: each has a node of one process's tree."""
+    terms = random_rows(shares * rows, 7, torch.float32, 1)
+    nodes = torch.stack([reference.sum_rows(share) for share in terms.split(rows)])
+    assert torch.equal(reference.add_in_pairs(nodes), reference.sum_rows(terms))
 
 
 def test_rebuilding_undoes_forward_to_within_the_rounding_of_y():

@@ -108,7 +108,7 @@ def backward(
     dx = du
     if gate is not None and not norm_before_gate:
         dx, dgate = du * act, (du * wide) * slope
-    dweight = reference._sum_rows(g * x_hat)
+    dweight = reference.sum_rows(g * x_hat)
     return (
         dx.to(x.dtype),
         None if gate is None or dgate is None else dgate.to(gate.dtype),

@@ -41,9 +41,9 @@ def round_x_hat(x_hat: Tensor, x: Tensor, weight: Tensor | None, rounding: str) 
     return rounded.to(x_hat.dtype)
 
 
-def rows_per_block(rows: int) -> int:
-    """How many consecutive rows share one partial sum of `dweight`: at most 256 blocks, none under 64 rows."""
-    return max(64, (rows + 255) // 256)
+def leaves(rows: int) -> int:
+    """How many leaves the sum over so many rows has: a power of two, so that none has more than 64 rows."""
+    return int(1 << ((max(rows, 1) + 63) // 64 - 1).bit_length())
 
 
 class Row:
@@ -105,13 +105,13 @@ def backward(
     c       = fixed_sum(u * x)
     k       = rstd * c * (1/d)                      in float64, then rounded; this is mean(u * x_hat)
     dx      = rstd * (u - x_hat * k)  [+ dh]
-    dweight = sum over rows of dy * x_hat           in row order within blocks, then the blocks in order
+    dweight = sum over rows of dy * x_hat           as `sum_rows` adds
 
     Returns:
         dx (..., d) in x's dtype and dweight (d,) in the weight's dtype (the computation dtype without a weight).
     """
     dx = input_gradient(dy, x, rstd, weight, weight_offset, dh)
-    dweight = _sum_rows(dy.to(rstd.dtype) * (x.to(rstd.dtype) * rstd))
+    dweight = sum_rows(dy.to(rstd.dtype) * (x.to(rstd.dtype) * rstd))
     return dx, dweight if weight is None else dweight.to(weight.dtype)
 
 
@@ -189,22 +189,33 @@ def _fixed_sum(terms: Tensor, row: Row = WHOLE, *, two_quanta: bool) -> Tensor:
     return total / quanta_per_unit + total_rest / quanta_per_unit**2
 
 
-def _sum_rows(terms: Tensor) -> Tensor:
-    """Sum of (..., d) over all rows, in the order of the contract."""
+def sum_rows(terms: Tensor) -> Tensor:
+    """Sum of (..., d) over all rows as a binary tree: row after row within its leaves, and from there on in pairs.
+
+    leaf i = the rows from i * rows // leaves to (i + 1) * rows // leaves
+
+    The sum of twice as many rows is the sum of the first half plus the sum of the second: what ranks with equal shares
+    of the rows have are nodes of the tree (sharding.py).
+    """
     d = terms.shape[-1]
     terms = terms.reshape(-1, d)
     rows = terms.shape[0]
-    length = rows_per_block(rows)
-    blocks = (rows + length - 1) // length
-    # A sum that starts at +0 is never -0, so the zeros that fill the last block change no bit.
-    terms = torch.nn.functional.pad(terms, (0, 0, 0, blocks * length - rows)).view(blocks, length, d)
-    partial = terms.new_zeros(blocks, d)
-    for row in range(length):
-        partial = partial + terms[:, row]
-    total = terms.new_zeros(d)
-    for block in range(blocks):
-        total = total + partial[block]
-    return total
+    count = leaves(rows)
+    edges = torch.arange(count + 1, device=terms.device) * rows // count
+    sums = terms.new_zeros(count, d)
+    for step in range(-(-rows // count)):
+        row = edges[:-1] + step
+        term = terms[row.clamp(max=rows - 1)]
+        # A sum that starts at +0 is never -0, so adding 0 to a leaf that is shorter changes no bit.
+        sums = sums + torch.where((row < edges[1:]).unsqueeze(-1), term, 0.0)
+    return add_in_pairs(sums)
+
+
+def add_in_pairs(sums: Tensor) -> Tensor:
+    """Sum of (n, d) over n, a power of two: of neighbours, then of neighbours among those, up to one."""
+    while sums.shape[0] > 1:
+        sums = sums[0::2] + sums[1::2]
+    return sums[0]
 
 
 def _exponent(magnitude: Tensor) -> Tensor:
