@@ -164,8 +164,8 @@ def test_training_needs_what_it_keeps_and_returns_and_little_more(mode, dtype, s
     peak = most(step, forget)
     rstd = 4 * shape[0]
     new = rstd + size(results["y"], results["h"], leaf.grad, norm.weight.grad)
-    # What else there is are float32 rows: the gain, and for each thread the sums that wait for their neighbour, one on
-    # each level above the leaves, and the rows that it has in flight. Beside many rows that is a twentieth of x at most.
+    # What else there is are float32 rows: the gain, and for each thread the rows that it has in flight and the sums
+    # that wait for their neighbour, one on each level of the tree. Beside many rows that is a twentieth of x at most.
     levels = reference.leaves(shape[0]).bit_length() - 1
     rows = 1 + (levels + 5) * torch.get_num_threads()
     assert peak <= new + 4 * shape[1] * rows
