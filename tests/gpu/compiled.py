@@ -25,7 +25,7 @@ DTYPES = ((BRAIN, BRAIN), (SINGLE, SINGLE), (BRAIN, SINGLE))  # of x and of the 
 # One of each line of configurations.py's tables, full and with a rest, and one in pieces.
 WIDTHS = (64, 128, 192, 512, 768, 1024, 2048, 2880, 4096, 5120, 8192, 12288, 16384, 65536)
 # Operators, and how many row tensors their largest kernel has.
-OPERATORS = ("forward", "add", "backward", "dx", "few rows")
+OPERATORS = ("forward", "add", "backward", "dx", "one row", "few rows")
 BINARIES = Path(nvidia.__file__).parent / "bin"
 
 
@@ -59,7 +59,7 @@ class Code:
 
 def call(op, x_dtype, weight_dtype, cols):
     """Calls an operator on memory that is never touched."""
-    rows = 8 if op == "few rows" else 64 * configurations.FUSED_BLOCKS
+    rows = {"one row": 1, "few rows": 8}.get(op, 64 * configurations.FUSED_LEAVES)
     x, weight = torch.empty(rows, cols, dtype=x_dtype), torch.empty(cols, dtype=weight_dtype)
     rstd = torch.empty(rows, 1)
     if op == "forward":

@@ -76,8 +76,8 @@ def run(part, parts):
             if number % parts != part:
                 continue
             forms = TARGETS if group in cases.TALL else [list(TARGETS)[number // parts % 3]]
-            for form, blocks in product(forms, (64,) if group in cases.TALL or call[0] != "backward" else (1, 64)):
-                configurations.FUSED_BLOCKS = blocks  # 1: dx and dweight in one kernel even of few rows
+            for form, leaves in product(forms, (128,) if group in cases.TALL or call[0] != "backward" else (1, 128)):
+                configurations.FUSED_LEAVES = leaves  # 1: dx and dweight in one kernel of any number of rows
                 report[group] += compare(form, *call)
         print(f"{group}: {time.process_time() - begin:.1f} s", file=sys.stderr, flush=True)
     for number, name in enumerate(cases.CHECKS):

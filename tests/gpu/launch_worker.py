@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import torch
 from triton.backends.compiler import GPUTarget
 
-from rmsnorm import _ops, gpu
-from rmsnorm.gpu import configurations, forward, launching, layout, operators
+from rmsnorm import _ops, gpu, reference
+from rmsnorm.gpu import forward, launching, layout, operators
 
 BRAIN, SINGLE = torch.bfloat16, torch.float32
 
@@ -126,7 +126,7 @@ def keys():
     with recording() as r:
         for _ in range(2000):
             cols = random.choice((5, 64, 130, 1024, 4096, 9000, 40_000))
-            rows = random.choice((1, 7, 64 * 64))
+            rows = random.choice((1, 7, 64, 65, 64 * 128))
             dtypes = [random.choice((BRAIN, SINGLE, torch.float16)) for _ in range(3)]
             x = torch.empty(rows, cols, dtype=dtypes[0])
             if rows == 7:
@@ -175,14 +175,14 @@ def signatures():
     """What is float64 or int64 is so by declaration, never by the value."""
     for op in ("forward", "backward"):
         with recording() as r:
-            x = x_of(64 * 64, 4096)
+            x = x_of(64 * 128, 4096)
             if op == "forward":
                 operators.forward(x, None, 1e-6)
             else:
-                operators.backward(x, x, torch.empty(64 * 64, 1), None, 0.0, None, None, True, True)
+                operators.backward(x, x, torch.empty(64 * 128, 1), None, 0.0, None, None, True, True)
             signature = r.compiled[0][2].signature
             wanted = {"rows": "i64", "cols": "i32", "x_inner": "i64", "x_outer": "i64", "reciprocal": "fp64"}
-            wanted |= {"eps": "fp64"} if op == "forward" else {"length": "i64"}
+            wanted |= {"eps": "fp64"} if op == "forward" else {"log_leaves": "i32"}
             wanted |= {"weight": "constexpr", "offset": "constexpr", "x": "*bf16", "rstd": "constexpr"}
             if op == "backward":
                 wanted["rstd"] = "*fp32"
@@ -193,7 +193,16 @@ def signatures():
 
 def grids():
     """Enough programs for all rows and columns, and none too many."""
-    for rows, cols in ((1, 1), (1000, 1), (7, 100), (4097, 4096), (3, 100_000), (1, 1 << 20), (20_000, 8)):
+    for rows, cols in (
+        (1, 1),
+        (1000, 1),
+        (7, 100),
+        (4097, 4096),
+        (3, 100_000),
+        (1, 1 << 20),
+        (20_000, 8),
+        (70_000, 300),
+    ):
         with recording() as r:
             x, rstd = torch.empty(rows, cols, dtype=BRAIN), torch.empty(rows, 1)
             operators.forward(x, None, 1e-6)
@@ -201,10 +210,18 @@ def grids():
             for _, kernel, grid, given, _ in r.launched:
                 named = dict(zip(kernel.names, given, strict=True))
                 height = named.get("ROWS", 1)
-                if kernel.name == "columns" or (kernel.name == "backward" and named["partial"] is not None):
-                    height = named["length"]
                 if kernel.name == "fold":
-                    covered, needed, unit = grid[0] * named["BLOCK"], cols, named["BLOCK"]
+                    covered, needed, unit = (
+                        grid[0] // named["tiles"] * named["LEAVES"],
+                        named["leaves"],
+                        named["LEAVES"],
+                    )
+                    if not 0 <= named["tiles"] * named["BLOCK"] - cols < named["BLOCK"]:
+                        yield f"{rows} x {cols}: {kernel.name} has {named['tiles']} tiles of columns"
+                elif kernel.name == "columns" or (kernel.name == "backward" and named["partial"] is not None):
+                    covered, needed, unit = grid[0], reference.leaves(rows), 1
+                    if 1 << named["log_leaves"] != needed:
+                        yield f"{rows} x {cols}: {kernel.name} has leaves of {named['log_leaves']} levels"
                 else:
                     covered, needed, unit = grid[0] * height, rows, height
                 if not 0 <= covered - needed < unit:
@@ -315,5 +332,4 @@ CHECKS = (
 )
 
 if __name__ == "__main__":
-    assert configurations.FUSED_BLOCKS <= 64
     print(json.dumps({check.__name__: list(check()) for check in CHECKS}))

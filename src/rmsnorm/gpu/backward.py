@@ -59,32 +59,45 @@ def gradients(
     need_dweight: bool,
 ) -> Tensor | None:
     """Fills dx where there is one; returns dweight where wanted."""
-    cols, device = x.shape[-1], x.device
-    length = reference.rows_per_block(place.number)
-    blocks = -(-place.number // length)
-    partial = torch.empty((blocks, cols), dtype=torch.float32, device=device) if need_dweight else None
-    if place.number:
-        tile = configurations.backward(cols, launching.target(device))
-        if dx is None:
-            if partial is not None:
-                _launch_columns(place, dy, x, None, None, rstd, weight, None, partial, length, offset)
-        elif tile is None:
-            k = torch.empty_like(rstd)
-            _launch_slopes(place, dy, x, rstd, weight, k, offset)
-            _launch_columns(place, dy, x, dh, dx, rstd, weight, k, partial, length, offset)
-        elif partial is None or (tile.rows == 1 and blocks >= configurations.FUSED_BLOCKS):
-            _launch_backward(tile, place, dy, x, dh, dx, rstd, weight, partial, length, offset)
-        else:
-            _launch_backward(tile, place, dy, x, dh, dx, rstd, weight, None, length, offset)
-            _launch_columns(place, dy, x, None, None, rstd, weight, None, partial, length, offset)
-    if partial is None:
-        return None
-    dweight = torch.empty(cols, dtype=dweight_dtype(weight), device=device)
-    block = configurations.columns(4, launching.target(device))
-    arguments = partial, dweight, blocks, cols, block.block, configurations.FOLD_UNROLL, INTERPRETED
-    aligned = layout.aligned(cols, (), partial, dweight)
-    launching.launch(_FOLD, device, (-(-cols // block.block), 1, 1), arguments, (dweight.dtype,), aligned, block.warps)
+    cols, device, number = x.shape[-1], x.device, place.number
+    leaves = reference.leaves(number)
+    dweight = torch.empty(cols, dtype=dweight_dtype(weight), device=device) if need_dweight else None
+    partial = dweight
+    if need_dweight and leaves > 1:
+        partial = torch.empty((leaves, cols), dtype=torch.float32, device=device)
+    if number == 0:
+        return dweight if dweight is None else dweight.zero_()
+    tile = configurations.backward(cols, launching.target(device))
+    if dx is None:
+        if partial is not None:
+            _launch_columns(place, dy, x, None, None, rstd, weight, None, partial, leaves, offset)
+    elif tile is None:
+        k = torch.empty_like(rstd)
+        _launch_slopes(place, dy, x, rstd, weight, k, offset)
+        _launch_columns(place, dy, x, dh, dx, rstd, weight, k, partial, leaves, offset)
+    elif partial is None or (tile.rows == 1 and configurations.fused(number, leaves)):
+        _launch_backward(tile, place, dy, x, dh, dx, rstd, weight, partial, leaves, offset)
+    else:
+        _launch_backward(tile, place, dy, x, dh, dx, rstd, weight, None, leaves, offset)
+        _launch_columns(place, dy, x, None, None, rstd, weight, None, partial, leaves, offset)
+    if dweight is not None and leaves > 1:
+        assert partial is not None  # noqa: S101 - for the type checker
+        _launch_folds(partial, dweight)
     return dweight
+
+
+def _launch_folds(partial: Tensor, dweight: Tensor) -> None:
+    """Adds the sums of the leaves, as many at a time as one program takes."""
+    (leaves, cols), device = partial.shape, partial.device
+    tile = configurations.fold(launching.target(device))
+    tiles = -(-cols // tile.block)
+    while leaves > 1:
+        groups = -(-leaves // tile.rows)
+        total = dweight if groups == 1 else torch.empty((groups, cols), dtype=torch.float32, device=device)
+        arguments = partial, total, leaves, cols, tiles, tile.rows, _log(tile.rows // 8), tile.block, INTERPRETED
+        aligned = layout.aligned(cols, (), partial, total)
+        launching.launch(_FOLD, device, (groups * tiles, 1, 1), arguments, (total.dtype,), aligned, tile.warps)
+        partial, leaves = total, groups
 
 
 def _launch_backward(
@@ -97,19 +110,19 @@ def _launch_backward(
     rstd: Tensor,
     weight: Tensor | None,
     partial: Tensor | None,
-    length: int,
+    leaves: int,
     offset: float | None,
 ) -> None:
     cols, device = x.shape[-1], x.device
     form = configurations.form(launching.target(device), cols)
     tensors = dy, x, dh, dx, rstd, weight, partial
-    numbers = place.number, cols, place.inner, *place.strides, length, 1.0 / cols, offset
+    numbers = place.number, cols, place.inner, *place.strides, _log(leaves), 1.0 / cols, offset
     constants = (
         *(place.nested, tile.rows, tile.block, tile.block == cols),
         *(configurations.log_cols(cols), form, INTERPRETED),
     )
-    key = (*_types(dy, x, weight, offset), cols, place.nested, dh is None, partial is None)
-    programs = -(-place.number // (tile.rows if partial is None else length))
+    key = (*_types(dy, x, weight, offset), cols, place.nested, dh is None, None if partial is None else partial.dtype)
+    programs = -(-place.number // tile.rows) if partial is None else leaves
     aligned = layout.aligned(cols, place.strides, *tensors)
     launching.launch(_BACKWARD, device, (programs, 1, 1), (*tensors, *numbers, *constants), key, aligned, tile.warps)
 
@@ -140,19 +153,29 @@ def _launch_columns(
     weight: Tensor | None,
     k: Tensor | None,
     partial: Tensor | None,
-    length: int,
+    leaves: int,
     offset: float | None,
 ) -> None:
     cols, device = x.shape[-1], x.device
     tile = configurations.columns(min(dy.dtype.itemsize, x.dtype.itemsize), launching.target(device))
     tensors = dy, x, dh, dx, rstd, weight, k, partial
-    numbers = place.number, cols, place.inner, *place.strides, length, offset
+    numbers = place.number, cols, place.inner, *place.strides, _log(leaves), offset
     constants = place.nested, tile.block, configurations.columns_unroll(dx is not None), INTERPRETED
-    key = (*_types(dy, x, weight, offset), place.nested, dh is None, dx is None, partial is None)
-    grid = -(-place.number // length), -(-cols // tile.block), 1
+    key = (
+        *_types(dy, x, weight, offset),
+        place.nested,
+        dh is None,
+        dx is None,
+        None if partial is None else partial.dtype,
+    )
+    grid = leaves, -(-cols // tile.block), 1
     aligned = layout.aligned(cols, place.strides, *tensors)
     launching.launch(_COLUMNS, device, grid, (*tensors, *numbers, *constants), key, aligned, tile.warps)
 
 
 def _types(dy: Tensor, x: Tensor, weight: Tensor | None, offset: float | None) -> tuple[Any, ...]:
     return dy.dtype, x.dtype, None if weight is None else weight.dtype, offset is None
+
+
+def _log(leaves: int) -> int:
+    return leaves.bit_length() - 1

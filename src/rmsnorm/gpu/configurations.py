@@ -63,10 +63,11 @@ _SLOPES = Tile(1, 4096, 16)
 # Rows this short share a program.
 _SHORT, _SHORT_ELEMENTS, _SHORT_WARPS = 256, 1024, 4
 
-# With at least so many blocks of dweight, one program takes whole rows of a block and makes dx as well: dy and x are
-# read once. With fewer, too little of the device would be at work.
-FUSED_BLOCKS = 64
-FOLD_UNROLL = 8
+# With at least so many leaves of dweight, one program takes whole rows of a leaf and makes dx as well: dy and x are
+# read once. With fewer, too little of the device would be at work; but of very few rows it is one launch less.
+FUSED_LEAVES, FUSED_ROWS = 128, 4
+# 256 leaves a program, 8 of them a thread.
+_FOLD = Tile(256, 32, 8)
 
 
 def forward(cols: int, target: Any) -> Tile | None:
@@ -92,6 +93,16 @@ def slopes(target: Any) -> Tile:
 def columns(itemsize: int, target: Any) -> Tile:
     """Columns of rows that are added up one after another: one warp, 16 bytes a thread."""
     return Tile(1, target.warp_size * 16 // itemsize, 1)
+
+
+def fused(rows: int, leaves: int) -> bool:
+    """Whether dx and dweight are made by one program for each leaf."""
+    return leaves >= FUSED_LEAVES or rows <= FUSED_ROWS
+
+
+def fold(target: Any) -> Tile:
+    """Leaves of dweight, and columns of them."""
+    return _of_threads(_FOLD, target)
 
 
 def columns_unroll(with_dx: bool) -> int:

@@ -15,7 +15,7 @@ from rmsnorm.gpu.kernels.fixed_sum import (
     start,
     total,
 )
-from rmsnorm.gpu.kernels.values import load, load_gain, row_offset, store
+from rmsnorm.gpu.kernels.values import first_row, load, load_gain, row_offset, store
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def backward(
     dh_inner: tl.int64,
     dx_outer: tl.int64,
     dx_inner: tl.int64,
-    length: tl.int64,
+    log_leaves: tl.int32,
     reciprocal: tl.float64,
     offset: tl.float32,
     NESTED: tl.constexpr,
@@ -119,7 +119,7 @@ def backward(
     FORM: tl.constexpr,
     INTERP: tl.constexpr,
 ):
-    """dx of ROWS whole rows per program; with `partial`, of a block of `length` rows, one by one, and its dweight."""
+    """dx of ROWS whole rows per program; with `partial`, of a leaf, row by row, and its dweight."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     column_mask = None if FULL else column < cols
@@ -134,9 +134,9 @@ def backward(
             NESTED, ROWS, BLOCK, FULL, LOG_COLS, FORM, INTERP,
         )
     else:
-        begin = program * length
+        begin = first_row(program, rows, log_leaves)
         acc = tl.zeros([1, BLOCK], tl.float32)
-        for step in range(tl.minimum(length, rows - begin)):
+        for step in range(first_row(program + 1, rows, log_leaves) - begin):
             acc += _tile(
                 begin + step + tl.arange(0, 1),
                 dy,

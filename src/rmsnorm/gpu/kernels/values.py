@@ -74,3 +74,9 @@ def row_offset(row, inner, outer_stride, inner_stride, NESTED: tl.constexpr):
     else:
         offset = row * inner_stride
     return offset
+
+
+@triton.jit
+def first_row(leaf, rows, log_leaves):
+    """Where a leaf of dweight begins, for int64 `leaf` and `rows`; the one after the last begins at the end."""
+    return leaf * rows >> log_leaves
