@@ -85,11 +85,17 @@ def stock(x, weight):
     return torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
 
 
-def test_batch_sharding_reduces_dweight_once_where_stock_reduces_it_in_every_step_of_the_optimizer(mesh_of_1024):
-    given = (mesh_of_1024, (1, 16, 4096), (4096,), Shard(0), Replicate())
+def test_batch_sharding_sums_dweight_once_where_stock_reduces_it_in_every_step_of_the_optimizer(mesh_of_1024):
+    given = (mesh_of_1024, (1, 64, 4096), (4096,), Shard(0), Replicate())
     # Ours are float32 sums, which are rounded to bfloat16 when they are whole.
-    assert traffic(rms_norm, *given) == ([], [("all_reduce", 4096 * 4)], [])
+    exchange = [("all_to_all_single", 4096 * 4), ("all_gather_into_tensor", 4 * 4)]
+    assert traffic(rms_norm, *given) == ([], exchange, [])
     assert traffic(stock, *given) == ([], [], [("all_reduce", 4096 * 2)] * 3)
+
+
+def test_a_few_rows_each_are_exchanged_themselves(mesh_of_1024):
+    exchange = [("all_to_all_single", 16 * 4096 * 4), ("all_gather_into_tensor", 4 * 4)]
+    assert traffic(rms_norm, mesh_of_1024, (1, 16, 4096), (4096,), Shard(0), Replicate()) == ([], exchange, [])
 
 
 def test_hidden_sharding_sends_numbers_per_row_and_never_gathers(mesh_of_1024):

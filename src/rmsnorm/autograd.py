@@ -113,9 +113,6 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx and dweight: from the kernel, in a way that can be differentiated again where that is wanted."""
     again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    given: Any = weight
-    if weight is not None and type(weight).__name__ == "DTensor":
-        weight = weight.float()  # so that dweight, a partial sum on each rank, is rounded once, when it is reduced
     # The computation's dtype is rstd's: x may be y, which has another.
     if forward_ad._current_level >= 0 or (
         (again or rstd.dtype == torch.float64) and (is_batched(dy) or is_batched(dh))
@@ -126,12 +123,26 @@ def gradients(
     elif again:
         dx, dweight = Backward.apply(dy, dh, x, weight, rstd, eps, weight_offset, need_dx, need_dweight)
     else:
-        dx, dweight = operators(rstd).backward(dy, x, rstd, weight, weight_offset, dh, rebuilt, need_dx, need_dweight)
-    if need_dweight and type(dweight).__name__ == "DTensor":
-        # A partial sum in weight.grad would be reduced by every operation of the optimizer: three times by AdamW.
-        partial: Any = dweight
-        dweight = partial.redistribute(placements=given.placements).to(given.dtype)
+        dx, dweight = _kernel(dy, x, rstd, weight, weight_offset, dh, rebuilt, need_dx, need_dweight)
     return dx if need_dx else None, dweight if need_dweight else None
+
+
+def _kernel(
+    dy: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    weight_offset: float,
+    dh: Tensor | None,
+    rebuilt: torch.dtype | None,
+    need_dx: bool,
+    need_dweight: bool,
+) -> tuple[Tensor, Tensor]:
+    if type(rstd).__name__ == "DTensor":
+        from rmsnorm import sharding  # not before it is needed: it takes seconds to import
+
+        return sharding.backward(dy, x, rstd, weight, weight_offset, dh, need_dx, need_dweight)  # type: ignore[arg-type]
+    return operators(rstd).backward(dy, x, rstd, weight, weight_offset, dh, rebuilt, need_dx, need_dweight)  # type: ignore[no-any-return]
 
 
 class Backward(torch.autograd.Function):
@@ -151,7 +162,7 @@ class Backward(torch.autograd.Function):
         need_dx: bool,
         need_dweight: bool,
     ) -> tuple[Tensor, Tensor]:
-        return operators(rstd).backward(dy, x, rstd, weight, weight_offset, dh, None, need_dx, need_dweight)  # type: ignore[no-any-return]
+        return _kernel(dy, x, rstd, weight, weight_offset, dh, None, need_dx, need_dweight)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
