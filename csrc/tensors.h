@@ -120,9 +120,9 @@ struct View {
         return data + (last + 1) * rmsnorm::size_of(dtype);
     }
     void look() {
-        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dim));
-        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
-        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dim));
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
         dtype = dtype_of(tensor.scalar_type());
         data = static_cast<char*>(tensor.data_ptr());
     }

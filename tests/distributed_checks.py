@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-from rmsnorm import RMSNorm, add_rms_norm, reference, rms_norm, sharding
+from rmsnorm import RMSNorm, add_rms_norm, formula, reference, rms_norm, sharding
 from tests.bits import bits_equal
 
 RANKS = 8
@@ -259,6 +259,26 @@ def compiled_code_has_the_same_bits():
         leaves = x.requires_grad_(), weight.requires_grad_()
         expected = rms_norm(*leaves)
         same([y, *found], [expected, *torch.autograd.grad(expected, leaves, dy)])
+
+
+def function_transforms_take_dtensors():
+    mesh = init_device_mesh("cpu", (RANKS,))
+    x, _, weight, _, _ = tensors((8, 3, 64), torch.float32, torch.float32)
+
+    def transformed(norm, x, weight):
+        dx, dweight = torch.func.grad(lambda x, weight: norm(x, weight).sum(), argnums=(0, 1))(x, weight)
+        dx_alone = torch.func.grad(lambda x: norm(x, weight).sum())(x)
+        return torch.func.vmap(lambda x: norm(x, weight))(x), dx, dx_alone, dweight
+
+    given = distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(weight, mesh, [Replicate()])
+    *found, dweight = transformed(rms_norm, *given)
+    assert all(t.placements == (Shard(0),) for t in found)
+    # It is the formula: DTensor knows each of its operations.
+    *wanted, expected = transformed(lambda x, weight: formula.forward(x, weight, 1e-6, 0.0, "once"), x, weight)
+    same(found, wanted)
+    # Both are float32 sums of the same 24 terms, in two orders: each of 23 additions rounds by 2^-24 of all at most.
+    magnitude = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)).abs().sum((0, 1))
+    assert ((dweight.full_tensor() - expected).abs() <= 2 * 23 * 1.01 * 2.0**-24 * magnitude).all()
 
 
 # ---------------------------------------------------------------- wrappers

@@ -47,7 +47,8 @@ def normalize_rows(
     rounding = reference.ROUNDINGS[code]
     h: Tensor | None = None
     transforming = _functorch_active()
-    if any(type(t).__name__ == "DTensor" for t in (x, residual, weight)) and x.dtype != torch.float64:
+    distributed = any(type(t).__name__ == "DTensor" for t in (x, residual, weight))
+    if distributed and not transforming and x.dtype != torch.float64:
         from rmsnorm import sharding  # not before it is needed: it takes seconds to import
 
         return sharding.normalize(x, residual, weight, eps, weight_offset, code)  # type: ignore[arg-type]
@@ -108,4 +109,5 @@ def need_plain_operations(x: Tensor, *others: Tensor | None) -> bool:
         return True
     if transforming and not transforms.only_reverse_mode_and_vmap():
         return True
-    return any(transforms.dispatches_itself(t) for t in (x, *others) if t is not None)
+    tensors = [t for t in (x, *others) if t is not None]
+    return any(transforms.dispatches_itself(transforms.inside(t) if transforming else t) for t in tensors)

@@ -22,6 +22,13 @@ def dispatches_itself(t: Tensor) -> bool:
     return type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not isinstance(t, autograd.TRACERS)
 
 
+def inside(t: Tensor) -> Tensor:
+    """The tensor under the wrappers of all transforms in force."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    return t
+
+
 def only_reverse_mode_and_vmap() -> bool:
     """Whether every transform in force is one of `grad`'s kind or `vmap`."""
     return all(layer.key() in _KNOWN for layer in torch._C._functorch.get_interpreter_stack() or ())
