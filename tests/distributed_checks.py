@@ -359,6 +359,23 @@ def fsdp2_of_two_ranks_has_the_bits_of_one_process_as_it_is():
     same([sharded.weight.grad], [plain.weight.grad / 2])
 
 
+def fsdp2_with_sequence_parallelism_has_the_bits_of_one_process():
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh["dp"].get_local_rank(), mesh["tp"]
+    x, _, _, dy, _ = tensors((4, 4 * 40, 64), torch.float32, torch.float32)
+    plain, sharded = RMSNorm(64), RMSNorm(64)
+    parallelize_module(sharded, tp, SequenceParallel())
+    fully_shard(sharded, mesh=mesh["dp"])
+    a = x.clone().requires_grad_()
+    expected = plain(a)
+    expected.backward(dy)
+    mine = slice(2 * dp, 2 * dp + 2)
+    b = distribute_tensor(x[mine], tp, [Shard(1)]).requires_grad_()
+    y = sharded(b)
+    y.backward(distribute_tensor(dy[mine], tp, [Shard(1)]))
+    same([y, b.grad, sharded.weight.grad], [expected[mine], a.grad[mine], plain.weight.grad / 2])
+
+
 def fsdp2_of_other_modules_too_has_the_gradient_of_its_rows_and_their_mean():
     mesh = init_device_mesh("cpu", (RANKS,))
     plain, sharded = seeded(Net), seeded(Net)
