@@ -104,9 +104,17 @@ def unequal(device: torch.device, op: str, arguments: tuple[Any, ...], expected:
     return [text for text in wrong if text is not None]
 
 
+def forget() -> None:
+    """So that what is changed on purpose is compiled."""
+    from rmsnorm.gpu import launching, plans
+
+    launching._compiled.clear()
+    plans.clear()
+
+
 def check_bits(report: Report, device: torch.device, dry: bool) -> None:
     """Every width, dtype and form of the sums; the form that the device takes goes first."""
-    from rmsnorm.gpu import configurations, forward, launching
+    from rmsnorm.gpu import configurations, launching
 
     target, chosen = launching.target(device), configurations.form
     forms = sorted(range(3), key=lambda form: form != chosen(target, 4096))
@@ -119,17 +127,16 @@ def check_bits(report: Report, device: torch.device, dry: bool) -> None:
             report.line("bits", skipped=f"from {FORMS[form]} {width} on, for lack of time")
             break
         configurations.form = lambda target, cols, form=form: form
-        forward.plan.cache_clear()
+        forget()
         number = 0
         for dtype in DTYPES:
             for op, arguments in calls(width, dtype, dry):
                 number += 1
                 for text in unequal(device, op, arguments):
                     report.fault("bits", f"{FORMS[form]} {width} {dtype} {op}: {text}")
-        launching._compiled.clear()
         report.line("bits", form=FORMS[form], width=width, calls=number, faults=report.faults)
     configurations.form = chosen
-    forward.plan.cache_clear()
+    forget()
     for name, rows, cols in (
         (("short rows", 1 << 10, 4),) if dry else (("short rows", 1 << 20, 4), ("rows", 4096, 4096))
     ):
@@ -167,7 +174,7 @@ def check_wrong(report: Report, device: torch.device, dry: bool) -> None:
         variants = {"eps as float32": unequal(device, "forward_train", (x, None, rounded, 0.0, 0), expected)}
     else:
         forward._FORWARD.scalars["eps"] = "fp32"
-        launching._compiled.clear()
+        forget()
         variants = {"eps as float32": unequal(device, "forward_train", near_eps)}
         forward._FORWARD.scalars["eps"] = "fp64"
 
@@ -177,13 +184,13 @@ def check_wrong(report: Report, device: torch.device, dry: bool) -> None:
             )
 
         right, launching.compile_for = launching.compile_for, fused
-        launching._compiled.clear()
+        forget()
         rstd = torch.ops.rmsnorm.forward_train(*near_eps)[1]
         arguments = x.roll(1, 0), x, rstd, None, 0.0, None, None, True, True
         variants["fusion on"] = unequal(device, "backward", arguments)
         launching.compile_for = right
         assert backward.launching is launching  # noqa: S101 - else nothing was changed
-    launching._compiled.clear()
+    forget()
     for name, found in variants.items():
         if not found:
             report.fault("wrong", f"{name}: bits are equal, so the comparison sees nothing")

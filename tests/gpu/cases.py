@@ -214,4 +214,4 @@ TALL = {
 }
 SHIPPED = {f.__name__: f for f in (shipped_tiles, more_than_a_tile)}
 # Functions of interpreter_checks.py, which takes Triton to import.
-CHECKS = ("out", "far_rows", "permutations", "beyond_reach", "refusals", "public_functions")
+CHECKS = ("out", "far_rows", "permutations", "beyond_reach", "refusals", "repeated", "public_functions")

@@ -16,7 +16,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import interpreter
 
-from rmsnorm.gpu import configurations, forward, launching, operators
+from rmsnorm.gpu import configurations, launching, operators, plans
 from tests.bits import difference
 from tests.gpu import cases, interpreter_checks
 
@@ -39,7 +39,7 @@ def tall(cols, target):
 def compare(form, op, arguments):
     """Every difference between a call interpreted and on the CPU, as text."""
     launching._targets[None] = TARGETS[form]
-    forward.plan.cache_clear()
+    plans.clear()
     expected = getattr(torch.ops.rmsnorm, op)(*arguments)
     before = [a.clone() for a in arguments if isinstance(a, torch.Tensor)]
     found = getattr(operators, op)(*arguments)

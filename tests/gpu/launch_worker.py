@@ -14,7 +14,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from rmsnorm import _ops, gpu, reference
-from rmsnorm.gpu import forward, launching, layout, operators
+from rmsnorm.gpu import launching, layout, operators, plans
 
 BRAIN, SINGLE = torch.bfloat16, torch.float32
 
@@ -23,7 +23,8 @@ class Recorder:
     """Compiles nothing, launches nothing, and remembers what it was asked for."""
 
     def __init__(self):
-        self.compiled, self.launched, self.mistaken, self.current = [], [], [], 0
+        self.compiled, self.launched, self.mistaken, self.current, self.stream = [], [], [], 0, 7
+        self.streams = []
 
     def compile_for(self, target, kernel, arguments, aligned, warps):
         source = kernel.source(arguments, aligned)
@@ -33,7 +34,7 @@ class Recorder:
 
         class Compiled:
             def __getitem__(self, grid):
-                def run(*given):
+                def run(*given, stream):
                     again = kernel.source(given, aligned)
                     if (again.signature, again.constants, again.attrs) != (
                         source.signature,
@@ -42,6 +43,7 @@ class Recorder:
                     ):
                         recorder.mistaken.append(f"{kernel.name}: compiled {source.constants}, given {again.constants}")
                     recorder.launched.append((recorder.current, kernel, grid, given, source))
+                    recorder.streams.append(stream)
 
                 return run
 
@@ -49,7 +51,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def device(self, device):
-        before, self.current = self.current, device.index
+        before, self.current = self.current, device or 0
         yield
         self.current = before
 
@@ -57,21 +59,23 @@ class Recorder:
 @contextlib.contextmanager
 def recording(target=("cuda", 90, 32)):
     recorder = Recorder()
-    before = launching.compile_for, launching.torch
+    before = launching.compile_for, launching.torch, launching._current_device, launching._current_stream
     launching.compile_for = recorder.compile_for
+    launching.torch = SimpleNamespace(cuda=SimpleNamespace(device=recorder.device))
     # Tensors on the CPU have no device index: None is the current device here.
-    cuda = SimpleNamespace(current_device=lambda: recorder.current or None, device=recorder.device)
-    launching.torch = SimpleNamespace(cuda=cuda)
+    launching._current_device = lambda: recorder.current or None
+    launching._current_stream = lambda device: recorder.stream
     launching._targets.clear()
     launching._compiled.clear()
-    forward.plan.cache_clear()
+    plans.clear()
     launching._targets[None] = GPUTarget(*target)
     launching._targets[1] = GPUTarget("cuda", 120, 32)
     try:
         yield recorder
     finally:
-        launching.compile_for, launching.torch = before
+        launching.compile_for, launching.torch, launching._current_device, launching._current_stream = before
         launching._compiled.clear()
+        plans.clear()
 
 
 def x_of(rows, cols, dtype=BRAIN, offset=0):
