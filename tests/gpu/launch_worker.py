@@ -11,6 +11,9 @@ import random
 from types import SimpleNamespace
 
 import torch
+import triton
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 
 from rmsnorm import _ops, gpu, reference
@@ -306,6 +309,125 @@ def layouts():
             yield f"{tuple(x.shape)} {x.stride()}: rows are at {found}"
 
 
+def replays():
+    """A call like an earlier one goes by the dispatcher only where that has something to do."""
+    asked = []
+
+    def by_the_dispatcher(name):
+        def call(*arguments):
+            asked.append(name)
+            return arguments[0] if torch.jit.is_tracing() else getattr(operators, name)(*arguments)
+
+        return call
+
+    replaying = plans.replaying(SimpleNamespace(**{name: by_the_dispatcher(name) for name in gpu.NAMES}))
+    x, weight, rstd = x_of(64, 4096), torch.nn.Parameter(x_of(1, 4096)[0]), torch.empty(64, 1)
+    calls = {
+        "forward": (x, weight, 1e-6),
+        "forward_train": (x, weight, 1e-6, 1.0, 1),
+        "add_forward": (x, x, weight, 1e-6),
+        "backward": (x, x, rstd, weight, 0.0, None, None, True, True),
+    }
+    for name, arguments in calls.items():
+        call = getattr(replaying, name)
+        with recording() as r:
+            found = [shapes(call(*arguments)) for _ in range(3)]
+            if asked != [name]:
+                yield f"three calls of {name}: the dispatcher has seen {asked}"
+            if found[1] != found[0] or found[2] != found[0]:
+                yield f"{name}: {found}"
+            launches, streams = [(kernel, grid, plain(given)) for _, kernel, grid, given, _ in r.launched], r.streams
+            if launches[: len(launches) // 3] * 3 != launches or set(streams) != {r.stream}:
+                yield f"{name}: launches differ, or streams: {launches}, {streams}"
+            for what, context in SEEN_BY_OTHERS.items():
+                asked.clear()
+                with context():
+                    call(*arguments)
+                if asked != [name]:
+                    yield f"{name} under {what}: the dispatcher has seen {asked}"
+            for what, strange in STRANGERS.items():
+                for place in range(2):
+                    asked.clear()
+                    given = [strange(a) if i == place else a for i, a in enumerate(arguments)]
+                    with contextlib.suppress(RuntimeError):
+                        call(*given)
+                    if asked != [name]:
+                        yield f"{name} of {what} as argument {place}: the dispatcher has seen {asked}"
+            asked.clear()
+    with recording() as r:
+        replaying.forward(x, weight, 1e-6)
+        asked.clear()
+        torch.jit.trace(lambda t: replaying.forward(t, weight, 1e-6), (x,), check_trace=False)
+        if asked != ["forward"]:
+            yield f"traced: the dispatcher has seen {asked}"
+        for number in range(plans.MOST + 10):
+            plans.keep((number,), None)
+        if not 0 < len(plans._plans) <= plans.MOST:
+            yield f"{len(plans._plans)} plans"
+
+
+def the_short_way():
+    """It hands Triton's launcher what `compiled[grid]` does, less hooks where none is set."""
+    asked = []
+    compiled = object.__new__(launching.CompiledKernel)
+    compiled.name, compiled.src, compiled.module, compiled.function, compiled.packed_metadata = "k", None, 1, 2, 3
+    compiled._run = lambda *arguments: asked.append(arguments)
+    with recording() as r:
+        compiled[4, 5, 6]("x", None, 7, stream=r.stream)
+        launch = launching.Launch(compiled, SimpleNamespace(index=None), (4, 5, 6), (7,))
+        if launch._run is None:
+            yield f"Triton {triton.__version__} is not known"
+        launch("x", None)
+        triton.knobs.runtime.launch_enter_hook.add(print)
+        launch("x", None)
+        triton.knobs.runtime.launch_enter_hook.remove(print)
+    (triton_s, ours, hooked), hooks = asked, slice(6, 9)
+    if ours != (*triton_s[: hooks.start], None, None, None, *triton_s[hooks.stop :]):
+        yield f"{ours} instead of {triton_s}"
+    if hooked[hooks.start + 1] is not triton.knobs.runtime.launch_enter_hook:
+        yield f"a hook is not called: {hooked}"
+
+
+def shapes(results):
+    return [(t.shape, t.stride(), t.dtype) for t in (results if isinstance(results, tuple) else (results,))]
+
+
+def plain(arguments):
+    """Arguments of a launch, less the memory that is another each time."""
+    return [(a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in arguments]
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
+        return function(*arguments, **(kwargs or {}))
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, function, types, arguments=(), kwargs=None):
+        return function(*arguments, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+SEEN_BY_OTHERS = {
+    "a dispatch mode": DispatchMode,
+    "a function mode": FunctionMode,
+    "the profiler": torch.profiler.profile,
+    "a functorch transform": lambda: torch._functorch.eager_transforms.grad_increment_nesting(),
+}
+# Tensors that are not plain memory, as far as they are the type of one.
+STRANGERS = {
+    "a negative view": lambda t: torch._neg_view(t),
+    "zeros without memory": lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype),
+    "a subclass": lambda t: t.as_subclass(Subclass),
+    "a batch of the older vmap": lambda t: torch._add_batch_dim(torch.stack((t, t)), 0, 1),
+    "another dtype": lambda t: t.half(),
+    "another layout": lambda t: torch.stack((t, t), -1)[..., 0],
+}
+
+
 def registration():
     """Where PyTorch has a GPU the operators are registered for it; nothing imports them before the first call."""
     library = torch.library.Library("rmsnorm", "IMPL")
@@ -332,6 +454,8 @@ CHECKS = (
     devices,
     forms,
     layouts,
+    replays,
+    the_short_way,
     registration,
 )
 

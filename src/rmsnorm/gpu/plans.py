@@ -23,8 +23,8 @@ clear = _plans.clear
 
 
 def keep(key: tuple[Any, ...], plan: Any, *tensors: Tensor | None) -> None:
-    """For calls with this key; not for subclasses of tensors, which may want to see calls."""
-    if all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors):
+    """For calls with this key, if their tensors are memory, and not of subclasses, which may want to see calls."""
+    if all(t is None or (type(t) in (Tensor, torch.nn.Parameter) and t.data_ptr()) for t in tensors):
         if len(_plans) >= MOST:
             _plans.clear()
         _plans[key] = plan
@@ -60,13 +60,13 @@ def gradients(
 def _kind(t: Tensor | None) -> tuple[Any, ...] | None:
     """What a plan depends on.
 
-    Tensors that are more than memory are of no kind that has a plan: they have no address or raise for it (wrappers of
-    functorch and others, nested tensors), or are negated when read.
+    Tensors that are more than memory are of no kind that has a plan: they have no address (zeros), raise for it (nested
+    and batched ones), or are negated when read.
     """
     if t is None:
         return None
     address = t.data_ptr()
-    return type(t), t.dtype, t.shape, t.stride(), t.device, address and address % 16, t.is_neg()
+    return type(t), t.dtype, t.shape, t.stride(), t.device, address % 16 if address else None, t.is_neg()
 
 
 # ---------------------------------------------------------------- without the dispatcher
