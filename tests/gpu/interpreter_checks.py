@@ -7,7 +7,7 @@ from itertools import product
 import torch
 
 import rmsnorm
-from rmsnorm import gpu
+from rmsnorm import _ops, functional, gpu
 from rmsnorm.gpu import configurations, operators, plans
 from tests.bits import difference
 from tests.gpu.cases import BRAIN, DTYPES, SINGLE, plain_weight
@@ -139,8 +139,12 @@ def public_functions():
     with warnings.catch_warnings(action="ignore"):  # that there is one already
         for name in gpu.NAMES:
             library.impl(name, gpu._imported_when_called(name), "CPU", allow_override=True)
-    for (what, f), (_, e) in zip(_everything(), expected, strict=True):
-        yield from unequal(what, f, e)
+    direct = _ops.operators.direct
+    for operators_of_cpu in (direct, plans.replaying(direct), plans.replaying(direct)):
+        _ops.operators.direct = functional._direct = operators_of_cpu
+        for (what, f), (_, e) in zip(_everything(), expected, strict=True):
+            yield from unequal(what, f, e)
+    _ops.operators.direct = functional._direct = direct
     library._destroy()
 
 
