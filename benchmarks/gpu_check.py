@@ -13,10 +13,12 @@ and of the reference, slowly, if not. Peers are measured if they can be imported
 import argparse
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -112,17 +114,52 @@ def forget() -> None:
     plans.clear()
 
 
-def check_bits(report: Report, device: torch.device, dry: bool) -> None:
-    """Every width, dtype and form of the sums; the form that the device takes goes first."""
-    from rmsnorm.gpu import configurations, launching
-
-    target, chosen = launching.target(device), configurations.form
+def cases(target: Any, chosen: Any, dry: bool) -> list[tuple[int, int]]:
+    """Forms of the sums and widths; the form that the device takes goes first."""
     forms = sorted(range(3), key=lambda form: form != chosen(target, 4096))
     if target.backend != "cuda" and not dry:
         forms = [0]  # the others are instructions of NVIDIA's
-    for form, width in product(forms, (3, 33, 130) if dry else WIDTHS):
-        if form == 2 and width <= 32:
-            continue
+    found = product(forms, (3, 33, 130) if dry else WIDTHS)
+    return [(form, width) for form, width in found if form != 2 or width > 32]
+
+
+def compile_case(case: tuple[Any, int, int]) -> int:
+    """Compiles what `check_bits` launches in a case, into Triton's cache on disk; the GPU is not asked."""
+    target, form, width = case
+    from rmsnorm.gpu import configurations, launching, operators
+
+    torch.set_num_threads(1)
+    compiled = {}
+
+    def prepare(kernel: Any, device: Any, grid: Any, arguments: Any, key: Any, aligned: bool, warps: int) -> Any:
+        if (kernel, key, aligned) not in compiled:
+            compiled[kernel, key, aligned] = launching.compile_for(target, kernel, arguments, aligned, warps)
+        return lambda *tensors: None
+
+    launching._targets[None], launching.prepare = target, prepare
+    configurations.form = lambda target, cols: form
+    for dtype in DTYPES:
+        for op, arguments in calls(width, dtype, False):
+            getattr(operators, op)(*to(torch.device("cpu"), arguments))
+    return len(compiled)
+
+
+def precompile(report: Report, every: list[tuple[Any, int, int]]) -> None:
+    """All cores compile, where one would need more minutes than there are."""
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        kernels = sum(pool.map(compile_case, every))
+    report.line("compiled", kernels=kernels, processes=os.cpu_count())
+
+
+def check_bits(report: Report, device: torch.device, dry: bool) -> None:
+    """Every width, dtype and form of the sums."""
+    from rmsnorm.gpu import configurations, launching
+
+    target, chosen = launching.target(device), configurations.form
+    every = cases(target, chosen, dry)
+    if not dry:
+        precompile(report, [(target, *case) for case in every])
+    for form, width in every:
         if report.past(BITS_UNTIL):
             report.line("bits", skipped=f"from {FORMS[form]} {width} on, for lack of time")
             break

@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_host.py [--rounds 31] [--output FILE]     what `make gpu-host` does
 
-Tensors on the CPU stand for those on a GPU, and the operators for CUDA are registered for the CPU: everything between a
-Python call and the driver runs as it would. What is missing: the driver's launch, the reading of its arguments in C, and
-what PyTorch's allocator for GPUs takes more than the CPU's.
+Tensors on the CPU stand for those on a GPU, and the operators for CUDA are registered for the CPU: all that is between
+a Python call and the driver runs as it would. What is missing: the driver's launch, the reading of its arguments in C,
+and what PyTorch's allocator for GPUs takes more than the CPU's.
 """
 
 import argparse
@@ -33,8 +33,8 @@ COLS, DTYPE, EPS = 4096, torch.bfloat16, 1e-6
 HOPPER = GPUTarget("cuda", 90, 32)
 HEAD = f"""# The host's part of a call on a GPU
 
-Microseconds of a call with rows of {COLS} in bfloat16, most with one, without a GPU: `make gpu-host`. Launches do nothing:
-what the driver takes for them comes on top. The median of many rounds, and quartiles.
+Microseconds of a call with one row of {COLS} in bfloat16 (64 and 65 in backwards of two and three launches), without a
+GPU: `make gpu-host`. Launches do nothing: what the driver takes for them comes on top. Medians of many rounds, quartiles.
 
 """
 
