@@ -33,8 +33,8 @@ COLS, DTYPE, EPS = 4096, torch.bfloat16, 1e-6
 HOPPER = GPUTarget("cuda", 90, 32)
 HEAD = f"""# The host's part of a call on a GPU
 
-Microseconds of a call with one row of {COLS} in bfloat16 (64 and 65 in backwards of two and three launches), without a
-GPU: `make gpu-host`. Launches do nothing: what the driver takes for them comes on top. Medians of many rounds, quartiles.
+Microseconds of a call with one row of {COLS} in bfloat16, without a GPU: `make gpu-host`. Launches do nothing: what the
+driver takes for them comes on top. Medians of many rounds, and quartiles. Two launches are of 64 rows, three of 65.
 
 """
 

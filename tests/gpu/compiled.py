@@ -83,7 +83,18 @@ def compile_all(
         named = dict(zip(kernel.names, arguments, strict=True))
         block, form = named["BLOCK"], named.get("FORM")
         code = Code(
-            *(target, op, kernel.name, x_dtype, weight_dtype, cols, named.get("ROWS", 1), block, warps, form),
+            *(
+                target,
+                op,
+                kernel.name,
+                x_dtype,
+                weight_dtype,
+                cols,
+                named.get("ROWS", named.get("LEAVES", 1)),
+                block,
+                warps,
+                form,
+            ),
             *(compiled, said()),
         )
         found.append(code)
@@ -213,6 +224,10 @@ def _faults(code, found):
     wide = len(re.findall(r"arith\.muli .*i64", ttir))
     if wide < _ROW_TENSORS.get(code.kernel, 0):
         yield f"{wide} products of 64 bits: rows more than 2^31 elements away"
+    # Where a leaf begins is the one shift of a number that is no tensor.
+    shifts = set(re.findall(r"arith\.shrsi .* : (i\d+)", ttir))
+    if "i32" in shifts or (code.kernel == "columns" and not shifts):
+        yield "leaves do not begin at rows counted in 64 bits"
     for name in re.findall(r"%(eps|reciprocal): f32", ttir):
         yield f"{name} is a float32"
     if code.target.backend == "hip":
