@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from rmsnorm.gpu.configurations import Tile
 from rmsnorm.gpu.kernels import backward as kernels
 from rmsnorm.gpu.kernels import columns as column_kernels
 from rmsnorm.gpu.launching import INTERPRETED, Kernel, Launch
+from rmsnorm.gpu.layout import Maker
 
 _BACKWARD = Kernel(kernels.backward)
 _SLOPES = Kernel(kernels.slopes)
@@ -57,9 +57,9 @@ class Gradients(NamedTuple):
     """Launches one after another, and the float32 memory between them. Tensors have names; what is absent has ""."""
 
     steps: tuple[tuple[Launch, tuple[str, ...]], ...]
-    scratch: tuple[tuple[str, tuple[int, ...]], ...]
-    dx: Callable[[Tensor], Tensor]  # makes it from x
-    dweight: Callable[[Tensor], Tensor]
+    scratch: tuple[tuple[str, Maker], ...]
+    dx: Maker
+    dweight: Maker
 
     def __call__(
         self, dy: Tensor, x: Tensor, dh: Tensor | None, rstd: Tensor, weight: Tensor | None
@@ -83,8 +83,8 @@ class Gradients(NamedTuple):
             "dy": dy, "x": x, "dh": dh, "dx": dx, "rstd": rstd, "weight": weight, "dweight": dweight, "": None,
         }
         # fmt: on
-        for name, shape in self.scratch:
-            tensors[name] = torch.empty(shape, dtype=torch.float32, device=x.device)
+        for name, make in self.scratch:
+            tensors[name] = make(x)
         for launch, names in self.steps:
             launch(*map(tensors.__getitem__, names))
 
@@ -124,7 +124,7 @@ def prepare(
         sums, leaves = total, groups
     return Gradients(
         tuple(steps),
-        tuple(call.shapes.items()),
+        tuple(call.makers.items()),
         layout.maker(or_empty(dx, x, x.dtype), x),
         layout.maker(or_empty(dweight, x, dweight_dtype(weight)), x),
     )
@@ -138,10 +138,10 @@ class _Call:
         self.place, self.offset, self.leaves, self.tensors = place, offset, leaves, tensors
         self.cols, self.device, self.target = x.shape[-1], x.device, launching.target(x.device)
         self.types = tensors["dy"].dtype, x.dtype, None if weight is None else weight.dtype, offset is None
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.makers: dict[str, Maker] = {}
 
     def scratch(self, name: str, *shape: int) -> str:
-        self.shapes[name] = shape
+        self.makers[name] = layout.maker_of(torch.empty(shape, dtype=torch.float32, device="meta"), self.device)
         self.tensors[name] = torch.empty(1, dtype=torch.float32, device=self.device)  # its dtype and alignment
         return name
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch import Tensor
 from rmsnorm.gpu import configurations, launching, layout
 from rmsnorm.gpu.kernels import forward as kernels
 from rmsnorm.gpu.launching import INTERPRETED, Kernel, Launch
+from rmsnorm.gpu.layout import Maker
 
 _FORWARD = Kernel(kernels.forward)
 _FORWARD_IN_PIECES = Kernel(kernels.forward_in_pieces)
@@ -19,9 +19,9 @@ class Normalization(NamedTuple):
     """A launch, and how what it writes is made from x."""
 
     launch: Launch
-    y: Callable[[Tensor], Tensor]
-    h: Callable[[Tensor], Tensor] | None
-    rstd: Callable[[Tensor], Tensor] | None
+    y: Maker
+    h: Maker | None
+    rstd: Maker | None
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, weight: Tensor | None

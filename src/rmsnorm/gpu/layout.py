@@ -60,10 +60,18 @@ def aligned(cols: int, strides: tuple[int, ...], *tensors: Tensor | None) -> boo
     return bits % ALIGNMENT == 0
 
 
-def maker(t: Tensor, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """What makes, from tensors like x, others like t."""
-    # Of the ways to make a tensor this is the fastest.
-    if t.dtype == x.dtype and t.stride() == x.stride() == torch.empty_like(x).stride() and t.shape == x.shape:
+Maker = Callable[[Tensor], Tensor]
+
+
+def maker(t: Tensor, x: Tensor) -> Maker:
+    """What makes, from tensors like x, others like t, in the fastest way."""
+    alike = torch.empty_like(x, device="meta")
+    if t.dtype == x.dtype and t.shape == x.shape and t.stride() == alike.stride():
         return torch.empty_like
-    shape, strides, dtype, device = t.shape, t.stride(), t.dtype, t.device
+    return maker_of(t, t.device)
+
+
+def maker_of(t: Tensor, device: torch.device) -> Maker:
+    """What makes tensors like t, which may be on the meta device, on a device."""
+    shape, strides, dtype = t.shape, t.stride(), t.dtype
     return lambda _: torch.empty_strided(shape, strides, dtype=dtype, device=device)
