@@ -38,7 +38,7 @@ _compiled: dict[Any, Any] = {}
 
 
 class Kernel:
-    """A Triton function whose scalar parameters are all annotated: a Python float would become a float32 otherwise."""
+    """A Triton function: tensors first, then scalars, all annotated, because a Python float would become a float32."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -50,6 +50,8 @@ class Kernel:
         }
         self.names = list(annotations)
         self.tensors = len(self.names) - len(self.scalars) - len(self.constants)
+        if not self.scalars.keys().isdisjoint(self.names[: self.tensors]):
+            raise TypeError(f"{self.name}: tensors must be its first parameters")
 
     def source(self, arguments: tuple[Any, ...], aligned: bool) -> Any:
         """What is compiled: the types of the arguments, the constants, and what is known to be a multiple of 16."""
