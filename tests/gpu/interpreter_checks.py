@@ -173,23 +173,23 @@ def repeated():
         "rounding": (1e-6, 0.0, 1),
     }
     weights = (weight[:130].clone(), weight[1:131], weight[:130].to(BRAIN), None)
-    calls = product(tensors.items(), options.items(), weights)
-    calls = [(n, what, x, other, o, w) for n, ((what, x), (other, o), w) in enumerate(calls)]
+    calls = list(product(enumerate(tensors.items()), options.items(), enumerate(weights)))
     plans.clear()
-    for n, what, x, other, (eps, offset, rounding), w in calls + calls:
+    for (i, (what, x)), (other, (eps, offset, rounding)), (j, w) in calls + calls:
         call = f"{what}, {other}, weight {None if w is None else w.dtype}"
         w = None if w is None else w[: x.shape[-1]]
         given = w, eps, offset, rounding
         yield from unequal(call, operators.forward(x, *given), ops.forward(x, *given))
-        if n % 9 == 0:
-            expected = ops.add_forward(x, x.flip(0), *given)
-            for f, e in zip(operators.add_forward(x, x.flip(0), *given), expected, strict=True):
-                yield from unequal(f"add: {call}", f, e)
-                if f.stride() != e.stride():
-                    yield f"add: {call}: strides {f.stride()}, expected {e.stride()}"
-        if n % 9 in (0, 1):
-            needed = ((True, True), (True, False), (False, True))[n // 9 % 3]
-            rest = x, ops.forward_train(x, *given)[1], w, offset, x if n % 9 else None, None, *needed
+        if (i + j) % 4:
+            continue
+        expected = ops.add_forward(x, x.flip(0), *given)
+        for f, e in zip(operators.add_forward(x, x.flip(0), *given), expected, strict=True):
+            yield from unequal(f"add: {call}", f, e)
+            if f.stride() != e.stride():
+                yield f"add: {call}: strides {f.stride()}, expected {e.stride()}"
+        if "offset" in other or not other:
+            needed = ((True, True), (True, False), (False, True))[i % 3]
+            rest = x, ops.forward_train(x, *given)[1], w, offset, x if i % 2 else None, None, *needed
             for f, e in zip(operators.backward(x.flip(0), *rest), ops.backward(x.flip(0), *rest), strict=True):
                 yield from unequal(f"backward: {call}", f, e)
     if not 100 < len(plans._plans) < len(calls) * 1.5:
