@@ -16,7 +16,7 @@ export RMSNORM_REQUIRE_KERNELS ?= 1
 
 CSRC := $(wildcard csrc/*)
 .DELETE_ON_ERROR:
-.PHONY: demo test check families conformance gpu-table sanitize bench results wheel fix clean
+.PHONY: demo test check families conformance gpu-table gpu-host sanitize bench results wheel fix clean
 
 demo: $(VENV)/.demo
 	$(BIN)/rmsnorm demo
@@ -69,6 +69,10 @@ conformance: $(VENV)/.demo
 # Registers, spills and instructions of the GPU kernels, compiled without a GPU.
 gpu-table: $(VENV)/.package $(VENV)/.triton
 	PYTHONPATH=$(VENV)/triton $(BIN)/python -m tests.gpu.table
+
+# The host's part of a call on a GPU, without one. Nothing else should run.
+gpu-host: $(VENV)/.package $(VENV)/.triton
+	PYTHONPATH=$(VENV)/triton $(BIN)/python benchmarks/gpu_host.py --output benchmarks/results/gpu_host.md
 
 # .venv stays: it may be yours, and it is slow to fill.
 clean:

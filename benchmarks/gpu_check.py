@@ -13,10 +13,12 @@ and of the reference, slowly, if not. Peers are measured if they can be imported
 import argparse
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -104,32 +106,74 @@ def unequal(device: torch.device, op: str, arguments: tuple[Any, ...], expected:
     return [text for text in wrong if text is not None]
 
 
-def check_bits(report: Report, device: torch.device, dry: bool) -> None:
-    """Every width, dtype and form of the sums; the form that the device takes goes first."""
-    from rmsnorm.gpu import configurations, forward, launching
+def forget() -> None:
+    """So that what is changed on purpose is compiled."""
+    from rmsnorm.gpu import launching, plans
 
-    target, chosen = launching.target(device), configurations.form
+    launching._compiled.clear()
+    plans.clear()
+
+
+def cases(target: Any, chosen: Any, dry: bool) -> list[tuple[int, int]]:
+    """Forms of the sums and widths; the form that the device takes goes first."""
     forms = sorted(range(3), key=lambda form: form != chosen(target, 4096))
     if target.backend != "cuda" and not dry:
         forms = [0]  # the others are instructions of NVIDIA's
-    for form, width in product(forms, (3, 33, 130) if dry else WIDTHS):
-        if form == 2 and width <= 32:
-            continue
+    found = product(forms, (3, 33, 130) if dry else WIDTHS)
+    return [(form, width) for form, width in found if form != 2 or width > 32]
+
+
+def compile_case(case: tuple[Any, int, int]) -> int:
+    """Compiles what `check_bits` launches in a case, into Triton's cache on disk; the GPU is not asked."""
+    target, form, width = case
+    from rmsnorm.gpu import configurations, launching, operators
+
+    torch.set_num_threads(1)
+    compiled = {}
+
+    def prepare(kernel: Any, device: Any, grid: Any, arguments: Any, key: Any, aligned: bool, warps: int) -> Any:
+        if (kernel, key, aligned) not in compiled:
+            compiled[kernel, key, aligned] = launching.compile_for(target, kernel, arguments, aligned, warps)
+        return lambda *tensors: None
+
+    launching._targets[None], launching.prepare = target, prepare
+    configurations.form = lambda target, cols: form
+    for dtype in DTYPES:
+        for op, arguments in calls(width, dtype, False):
+            getattr(operators, op)(*to(torch.device("cpu"), arguments))
+    return len(compiled)
+
+
+def precompile(report: Report, every: list[tuple[Any, int, int]]) -> None:
+    """All cores compile, where one would need more minutes than there are."""
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        kernels = sum(pool.map(compile_case, every))
+    report.line("compiled", kernels=kernels, processes=os.cpu_count())
+
+
+def check_bits(report: Report, device: torch.device, dry: bool) -> None:
+    """Every width, dtype and form of the sums."""
+    from rmsnorm.gpu import configurations, launching
+
+    target, chosen = launching.target(device), configurations.form
+    every = cases(target, chosen, dry)
+    if not dry:
+        precompile(report, [(target, *case) for case in every])
+    for form, width in every:
         if report.past(BITS_UNTIL):
             report.line("bits", skipped=f"from {FORMS[form]} {width} on, for lack of time")
             break
         configurations.form = lambda target, cols, form=form: form
-        forward.plan.cache_clear()
+        forget()
         number = 0
         for dtype in DTYPES:
             for op, arguments in calls(width, dtype, dry):
                 number += 1
                 for text in unequal(device, op, arguments):
                     report.fault("bits", f"{FORMS[form]} {width} {dtype} {op}: {text}")
-        launching._compiled.clear()
         report.line("bits", form=FORMS[form], width=width, calls=number, faults=report.faults)
     configurations.form = chosen
-    forward.plan.cache_clear()
+    forget()
     for name, rows, cols in (
         (("short rows", 1 << 10, 4),) if dry else (("short rows", 1 << 20, 4), ("rows", 4096, 4096))
     ):
@@ -167,7 +211,7 @@ def check_wrong(report: Report, device: torch.device, dry: bool) -> None:
         variants = {"eps as float32": unequal(device, "forward_train", (x, None, rounded, 0.0, 0), expected)}
     else:
         forward._FORWARD.scalars["eps"] = "fp32"
-        launching._compiled.clear()
+        forget()
         variants = {"eps as float32": unequal(device, "forward_train", near_eps)}
         forward._FORWARD.scalars["eps"] = "fp64"
 
@@ -177,13 +221,13 @@ def check_wrong(report: Report, device: torch.device, dry: bool) -> None:
             )
 
         right, launching.compile_for = launching.compile_for, fused
-        launching._compiled.clear()
+        forget()
         rstd = torch.ops.rmsnorm.forward_train(*near_eps)[1]
         arguments = x.roll(1, 0), x, rstd, None, 0.0, None, None, True, True
         variants["fusion on"] = unequal(device, "backward", arguments)
         launching.compile_for = right
         assert backward.launching is launching  # noqa: S101 - else nothing was changed
-    launching._compiled.clear()
+    forget()
     for name, found in variants.items():
         if not found:
             report.fault("wrong", f"{name}: bits are equal, so the comparison sees nothing")

@@ -367,6 +367,30 @@ def test_patience_ends_a_race_after_three_rounds():
     assert len(rounds) == 3
 
 
+def test_a_cold_call_on_an_accelerator_waits_in_line_behind_evictions(monkeypatch):
+    """Nothing waits for the device between them, or the host's time would be measured."""
+    done = []
+
+    class Event:
+        def __init__(self, device, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            done.append("record")
+
+        def elapsed_time(self, end):
+            assert done[-1] == "finish"
+            return 2.5
+
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(_timing, "_finish", lambda device: done.append("finish"))
+    device = torch.device("meta")
+    evict = _timing.make_evict(device)
+    seconds = _timing._seconds_after(lambda: done.append(evict()._version), lambda: done.append("call"), device)
+    assert seconds == 2.5e-3
+    assert done == [_timing.EVICTIONS, "record", "call", "record", "finish"]
+
+
 def test_eviction_writes_more_than_the_caches_hold():
     evict = _timing.make_evict(torch.device("cpu"))
     assert evict().nbytes >= 2 * _timing.cache_size(torch.device("cpu")) > 1 << 20

@@ -105,6 +105,16 @@ def test_info_names_what_is_missing_with_what_installs_it(monkeypatch, capsys):
     assert reason is None or f"GPU kernels   none: {reason}" in lines
 
 
+@pytest.mark.parametrize(("capability", "line"), [((6, 1), "none: Triton compiles for sm_70"), ((9, 0), "Triton")])
+def test_info_says_whether_the_gpu_that_is_there_has_kernels(capability, line, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "missing", lambda: None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert main(["info"]) == 0
+    assert f"GPU kernels   {line}" in capsys.readouterr().out
+
+
 def test_compare_prints_a_table_or_json(capsys):
     arguments = ["compare", "--shape", "8x64", "--dtype", "bfloat16", "--rounds", "1"]
     assert main(arguments) == 0

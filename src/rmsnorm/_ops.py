@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rmsnorm import batching, checks, gpu, reference
+from rmsnorm.gpu import plans
 
 _SCHEMAS = """
 forward(Tensor x, Tensor? weight, float eps, float weight_offset=0.0, int rounding=0) -> Tensor
@@ -94,6 +95,8 @@ def forward_out(
 def add_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
+    check(x, weight, eps, weight_offset)
+    checks.check_residual(x, residual)
     y, h, rstd = reference.add_forward(x, residual, weight, eps, weight_offset, reference.ROUNDINGS[rounding])
     return laid_out_like(x, y), laid_out_like(x, h), rstd.contiguous()
 
@@ -163,6 +166,8 @@ def _fake_forward_out(
 def _fake_add_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if x.is_meta or residual.is_meta:
+        checks.check_residual(x, residual)
     return _fake_forward(x, weight, eps, weight_offset, rounding), like(x, x.dtype), _rstd_like(x)
 
 
@@ -209,6 +214,7 @@ class Operators:
         self.traced = SimpleNamespace(**{name: getattr(torch.ops.rmsnorm, name).default for name in implementations})
         # Without OpOverload's Python frame, which is 0.3 us of a call of 2.5 and which torch.compile needs to see.
         self.direct = SimpleNamespace(**{name: getattr(op, "_op", op) for name, op in vars(self.traced).items()})
+        self.gpu = self.direct
         for name, op in vars(self.traced).items():
             if not op._schema.is_mutable:
                 torch.library.register_vmap(f"rmsnorm::{name}", batching.rule(op), lib=_library)
@@ -217,12 +223,15 @@ class Operators:
         """Those for x. The kernels know no float64, which the reference computes on every device."""
         if x.dtype == torch.float64:
             return self.reference
-        return self.traced if torch.compiler.is_compiling() else self.direct
+        if torch.compiler.is_compiling():
+            return self.traced
+        return self.gpu if x.is_cuda else self.direct
 
 
 operators = Operators(_SCHEMAS, _IMPLEMENTATIONS)
 if gpu.missing() is None:
     gpu.register(_library)
+    operators.gpu = plans.replaying(operators.direct)
 direct = operators.direct
 
 

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from rmsnorm import autograd, checks, gating, reference, routing, transforms
-from rmsnorm._ops import direct
+from rmsnorm._ops import operators
 
 _CODES = {name: index for index, name in enumerate(reference.ROUNDINGS)}
-_forward, _forward_out = direct.forward, direct.forward_out
+_direct, _on_gpu = operators.direct, operators.gpu
 # Function.apply, less what it does for functorch, which does not come this way.
 _train = super(torch.autograd.Function, autograd.RMSNorm).apply
+_add_train = super(torch.autograd.Function, autograd.AddRMSNorm).apply
 _compiling = torch.compiler.is_compiling
 _functorch_active = torch._C._are_functorch_transforms_active
 _forward_mode = torch.autograd.forward_ad
@@ -90,17 +91,18 @@ def rms_norm(
             if out is not None:
                 if out.device == x.device and not (wanted or (_grad_enabled() and out.requires_grad) or out.is_neg()):
                     if weight_offset == 0.0 and rounding == "once":
-                        _forward_out(x, weight, eps, out)
+                        _direct.forward_out(x, weight, eps, out)
                     else:
-                        _forward_out(x, weight, eps, out, weight_offset, _CODES[rounding])
+                        _direct.forward_out(x, weight, eps, out, weight_offset, _CODES[rounding])
                     _count_change((out,))
                     return out
             elif wanted:
                 return _train(x, weight, eps, weight_offset, _CODES[rounding], False)  # type: ignore[no-any-return]
             elif weight_offset == 0.0 and rounding == "once":
-                return _forward(x, weight, eps)  # type: ignore[no-any-return]
+                return (_on_gpu if x.is_cuda else _direct).forward(x, weight, eps)  # type: ignore[no-any-return]
             else:
-                return _forward(x, weight, eps, weight_offset, _CODES[rounding])  # type: ignore[no-any-return]
+                forward = (_on_gpu if x.is_cuda else _direct).forward
+                return forward(x, weight, eps, weight_offset, _CODES[rounding])  # type: ignore[no-any-return]
     except (AttributeError, KeyError, RuntimeError, TypeError):
         pass
     if out is not None:
@@ -140,6 +142,25 @@ def add_rms_norm(
     Raises:
         ValueError, TypeError: as `rms_norm`; and for a residual that does not match x.
     """
+    try:
+        if (
+            type(x) is type(residual) is Tensor
+            and type(eps) is float
+            and type(weight_offset) is float
+            and x.dtype is not _FLOAT64
+            and (weight is None or (weight.dim() == 1 and weight.dtype is not _FLOAT64))
+            and not _functorch_active()
+            and _forward_mode._current_level < 0
+            and not _compiling()
+        ):
+            if _grad_enabled() and (
+                x.requires_grad or residual.requires_grad or (weight is not None and weight.requires_grad)
+            ):
+                return _add_train(x, residual, weight, eps, weight_offset, _CODES[rounding])  # type: ignore[no-any-return]
+            add_forward = (_on_gpu if x.is_cuda else _direct).add_forward
+            return add_forward(x, residual, weight, eps, weight_offset, _CODES[rounding])[:2]  # type: ignore[no-any-return]
+    except (AttributeError, KeyError, RuntimeError, TypeError):
+        pass
     if residual is None:  # to `normalize` that is no residual
         checks.check_residual(x, residual)  # type: ignore[unreachable]
     y, h = normalize(x, residual, weight, eps, weight_offset, rounding, None)

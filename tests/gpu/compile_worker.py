@@ -62,6 +62,10 @@ def planted():
                 "tl.rsqrt((squares * reciprocal + eps).to(tl.float32))",
             ),
         ),
+        (
+            *("32-bit leaves", HOPPER, "few rows", "values"),
+            *("leaf * rows >> log_leaves", "((leaf * rows).to(tl.int32) >> log_leaves).to(tl.int64)"),
+        ),
         ("a sum to nearest", HOPPER, "dx", "fixed_sum", "fma.rz.f64", "fma.rn.f64"),
         ("flushed subnormals", TARGETS[3], "dx", "fixed_sum", "fma.rz.f32", "fma.rz.ftz.f32"),
     ):

@@ -2,12 +2,13 @@
 
 import mmap
 import warnings
+from itertools import product
 
 import torch
 
 import rmsnorm
-from rmsnorm import gpu
-from rmsnorm.gpu import configurations, operators
+from rmsnorm import _ops, functional, gpu
+from rmsnorm.gpu import configurations, operators, plans
 from tests.bits import difference
 from tests.gpu.cases import BRAIN, DTYPES, SINGLE, plain_weight
 from tests.rows import all_rows, random_rows
@@ -138,9 +139,61 @@ def public_functions():
     with warnings.catch_warnings(action="ignore"):  # that there is one already
         for name in gpu.NAMES:
             library.impl(name, gpu._imported_when_called(name), "CPU", allow_override=True)
-    for (what, f), (_, e) in zip(_everything(), expected, strict=True):
-        yield from unequal(what, f, e)
+    direct = _ops.operators.direct
+    for operators_of_cpu in (direct, plans.replaying(direct), plans.replaying(direct)):
+        _ops.operators.direct = functional._direct = operators_of_cpu
+        for (what, f), (_, e) in zip(_everything(), expected, strict=True):
+            yield from unequal(what, f, e)
+    _ops.operators.direct = functional._direct = direct
     library._destroy()
+
+
+def repeated():
+    """Calls like earlier ones, and calls that differ in one thing: each has its own result, with plans and without."""
+    wide = random_rows(70, 160, SINGLE, 1)
+    weight = plain_weight(136, SINGLE)
+    tensors = {
+        "rows": wide[:5, :130].contiguous(),
+        "other values": wide[5:10, :130].contiguous(),
+        "fewer rows": wide[:3, :130].contiguous(),
+        "rows with gaps": wide[:5, :130],
+        "rows off by a float": wide[:5, 1:131],
+        "three dimensions": wide[:6, :130].contiguous().view(2, 3, 130),
+        "transposed": wide[:6, :130].contiguous().view(2, 3, 130).transpose(0, 1),
+        "a vector": wide[0, :130].contiguous(),
+        "16 bits": wide[:5, :130].to(BRAIN),
+        "fewer columns": wide[:5, :129].contiguous(),
+        "more than a leaf": wide[:70, :130].contiguous(),
+    }
+    options = {
+        "": (1e-6, 0.0, 0),
+        "eps": (1e-3, 0.0, 0),
+        "offset": (1e-6, 1.0, 0),
+        "another offset": (1e-6, 0.5, 0),
+        "rounding": (1e-6, 0.0, 1),
+    }
+    weights = (weight[:130].clone(), weight[1:131], weight[:130].to(BRAIN), None)
+    calls = list(product(enumerate(tensors.items()), options.items(), enumerate(weights)))
+    plans.clear()
+    for (i, (what, x)), (other, (eps, offset, rounding)), (j, w) in calls + calls:
+        call = f"{what}, {other}, weight {None if w is None else w.dtype}"
+        w = None if w is None else w[: x.shape[-1]]
+        given = w, eps, offset, rounding
+        yield from unequal(call, operators.forward(x, *given), ops.forward(x, *given))
+        if (i + j) % 4:
+            continue
+        expected = ops.add_forward(x, x.flip(0), *given)
+        for f, e in zip(operators.add_forward(x, x.flip(0), *given), expected, strict=True):
+            yield from unequal(f"add: {call}", f, e)
+            if f.stride() != e.stride():
+                yield f"add: {call}: strides {f.stride()}, expected {e.stride()}"
+        if "offset" in other or not other:
+            needed = ((True, True), (True, False), (False, True))[i % 3]
+            rest = x, ops.forward_train(x, *given)[1], w, offset, x if i % 2 else None, None, *needed
+            for f, e in zip(operators.backward(x.flip(0), *rest), ops.backward(x.flip(0), *rest), strict=True):
+                yield from unequal(f"backward: {call}", f, e)
+    if not 100 < len(plans._plans) < len(calls) * 1.5:
+        yield f"{len(plans._plans)} plans"
 
 
 def _everything():

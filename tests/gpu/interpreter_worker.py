@@ -16,7 +16,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import interpreter
 
-from rmsnorm.gpu import configurations, forward, launching, operators
+from rmsnorm.gpu import configurations, launching, operators, plans
 from tests.bits import difference
 from tests.gpu import cases, interpreter_checks
 
@@ -27,6 +27,7 @@ TARGETS = {
     "single": GPUTarget("cuda", 120, 32),
 }
 RESULTS = {"forward_train": ("y", "rstd"), "add_forward": ("y", "h", "rstd"), "backward": ("dx", "dweight")}
+TABLES = "forward", "backward", "columns", "fold"
 TALLEST, LARGEST = 1024, 1 << 18
 
 
@@ -39,7 +40,7 @@ def tall(cols, target):
 def compare(form, op, arguments):
     """Every difference between a call interpreted and on the CPU, as text."""
     launching._targets[None] = TARGETS[form]
-    forward.plan.cache_clear()
+    plans.clear()
     expected = getattr(torch.ops.rmsnorm, op)(*arguments)
     before = [a.clone() for a in arguments if isinstance(a, torch.Tensor)]
     found = getattr(operators, op)(*arguments)
@@ -62,13 +63,15 @@ def describe(argument):
 
 def run(part, parts):
     """The groups in tall tiles, with every form, and those in the tiles that GPUs get, with one after another."""
-    report, number, shipped = {}, 0, (configurations.forward, configurations.backward, configurations.columns)
+    report, number, shipped = {}, 0, [getattr(configurations, table) for table in TABLES]
     for group, calls in {**cases.TALL, **cases.SHIPPED}.items():
         if group in cases.TALL:
             configurations.forward = configurations.backward = tall
             configurations.columns = lambda itemsize, target: configurations.Tile(1, 8192, 1)
+            configurations.fold = lambda target: configurations.Tile(16, 8192, 1)
         else:
-            configurations.forward, configurations.backward, configurations.columns = shipped
+            for table, function in zip(TABLES, shipped, strict=True):
+                setattr(configurations, table, function)
         report[group] = []
         begin = time.process_time()
         for call in calls():

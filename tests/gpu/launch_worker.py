@@ -8,13 +8,17 @@ prints {check: [fault, ...]} as JSON. `Device` stands for the parts of torch.cud
 import contextlib
 import json
 import random
+from itertools import product
 from types import SimpleNamespace
 
 import torch
+import triton
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 
 from rmsnorm import _ops, gpu, reference
-from rmsnorm.gpu import forward, launching, layout, operators
+from rmsnorm.gpu import launching, layout, operators, plans
 
 BRAIN, SINGLE = torch.bfloat16, torch.float32
 
@@ -23,7 +27,8 @@ class Recorder:
     """Compiles nothing, launches nothing, and remembers what it was asked for."""
 
     def __init__(self):
-        self.compiled, self.launched, self.mistaken, self.current = [], [], [], 0
+        self.compiled, self.launched, self.mistaken, self.current, self.stream = [], [], [], 0, 7
+        self.streams = []
 
     def compile_for(self, target, kernel, arguments, aligned, warps):
         source = kernel.source(arguments, aligned)
@@ -33,7 +38,7 @@ class Recorder:
 
         class Compiled:
             def __getitem__(self, grid):
-                def run(*given):
+                def run(*given, stream):
                     again = kernel.source(given, aligned)
                     if (again.signature, again.constants, again.attrs) != (
                         source.signature,
@@ -42,6 +47,7 @@ class Recorder:
                     ):
                         recorder.mistaken.append(f"{kernel.name}: compiled {source.constants}, given {again.constants}")
                     recorder.launched.append((recorder.current, kernel, grid, given, source))
+                    recorder.streams.append(stream)
 
                 return run
 
@@ -49,7 +55,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def device(self, device):
-        before, self.current = self.current, device.index
+        before, self.current = self.current, device or 0
         yield
         self.current = before
 
@@ -57,21 +63,23 @@ class Recorder:
 @contextlib.contextmanager
 def recording(target=("cuda", 90, 32)):
     recorder = Recorder()
-    before = launching.compile_for, launching.torch
+    before = launching.compile_for, launching.torch, launching._current_device, launching._current_stream
     launching.compile_for = recorder.compile_for
+    launching.torch = SimpleNamespace(cuda=SimpleNamespace(device=recorder.device))
     # Tensors on the CPU have no device index: None is the current device here.
-    cuda = SimpleNamespace(current_device=lambda: recorder.current or None, device=recorder.device)
-    launching.torch = SimpleNamespace(cuda=cuda)
+    launching._current_device = lambda: recorder.current or None
+    launching._current_stream = lambda device: recorder.stream
     launching._targets.clear()
     launching._compiled.clear()
-    forward.plan.cache_clear()
+    plans.clear()
     launching._targets[None] = GPUTarget(*target)
     launching._targets[1] = GPUTarget("cuda", 120, 32)
     try:
         yield recorder
     finally:
-        launching.compile_for, launching.torch = before
+        launching.compile_for, launching.torch, launching._current_device, launching._current_stream = before
         launching._compiled.clear()
+        plans.clear()
 
 
 def x_of(rows, cols, dtype=BRAIN, offset=0):
@@ -302,6 +310,127 @@ def layouts():
             yield f"{tuple(x.shape)} {x.stride()}: rows are at {found}"
 
 
+def replays():
+    """A call like an earlier one goes by the dispatcher only where that has something to do."""
+    asked = []
+
+    def by_the_dispatcher(name):
+        def call(*arguments):
+            asked.append(name)
+            return arguments[0] if torch.jit.is_tracing() else getattr(operators, name)(*arguments)
+
+        return call
+
+    replaying = plans.replaying(SimpleNamespace(**{name: by_the_dispatcher(name) for name in gpu.NAMES}))
+    x, weight, rstd = x_of(64, 4096), torch.nn.Parameter(x_of(1, 4096)[0]), torch.empty(64, 1)
+    calls = {
+        "forward": (x, weight, 1e-6),
+        "forward_train": (x, weight, 1e-6, 1.0, 1),
+        "add_forward": (x, x, weight, 1e-6),
+        "backward": (x, x, rstd, weight, 0.0, None, None, True, True),
+    }
+    for name, arguments in calls.items():
+        call = getattr(replaying, name)
+        with recording() as r:
+            found = [shapes(call(*arguments)) for _ in range(3)]
+            if asked != [name]:
+                yield f"three calls of {name}: the dispatcher has seen {asked}"
+            if found[1] != found[0] or found[2] != found[0]:
+                yield f"{name}: {found}"
+            launches, streams = [(kernel, grid, plain(given)) for _, kernel, grid, given, _ in r.launched], r.streams
+            if launches[: len(launches) // 3] * 3 != launches or set(streams) != {r.stream}:
+                yield f"{name}: launches differ, or streams: {launches}, {streams}"
+            for what, context in SEEN_BY_OTHERS.items():
+                asked.clear()
+                with context():
+                    call(*arguments)
+                if asked != [name]:
+                    yield f"{name} under {what}: the dispatcher has seen {asked}"
+            for (what, strange), place in product((STRANGERS | OTHERS).items(), range(2)):
+                asked.clear()
+                given = [strange(a) if i == place else a for i, a in enumerate(arguments)]
+                with contextlib.suppress(RuntimeError):
+                    call(*given)
+                with contextlib.suppress(RuntimeError):
+                    call(*given)
+                if asked != [name] * (1 if what in OTHERS else 2):
+                    yield f"{name} of {what} as argument {place}: the dispatcher has seen {asked}"
+            asked.clear()
+    with recording() as r:
+        replaying.forward(x, weight, 1e-6)
+        asked.clear()
+        torch.jit.trace(lambda t: replaying.forward(t, weight, 1e-6), (x,), check_trace=False)
+        if asked != ["forward"]:
+            yield f"traced: the dispatcher has seen {asked}"
+        for number in range(plans.MOST + 10):
+            plans.keep((number,), None)
+        if not 0 < len(plans._plans) <= plans.MOST:
+            yield f"{len(plans._plans)} plans"
+
+
+def the_short_way():
+    """It hands Triton's launcher what `compiled[grid]` does, less hooks where none is set."""
+    asked = []
+    compiled = object.__new__(launching.CompiledKernel)
+    compiled.name, compiled.src, compiled.module, compiled.function, compiled.packed_metadata = "k", None, 1, 2, 3
+    compiled._run = lambda *arguments: asked.append(arguments)
+    with recording() as r:
+        compiled[4, 5, 6]("x", None, 7, stream=r.stream)
+        launch = launching.Launch(compiled, SimpleNamespace(index=None), (4, 5, 6), (7,))
+        if launch._run is None:
+            yield f"Triton {triton.__version__} is not known"
+        launch("x", None)
+        triton.knobs.runtime.launch_enter_hook.add(print)
+        launch("x", None)
+        triton.knobs.runtime.launch_enter_hook.remove(print)
+    (triton_s, ours, hooked), hooks = asked, slice(6, 9)
+    if ours != (*triton_s[: hooks.start], None, None, None, *triton_s[hooks.stop :]):
+        yield f"{ours} instead of {triton_s}"
+    if hooked[hooks.start + 1] is not triton.knobs.runtime.launch_enter_hook:
+        yield f"a hook is not called: {hooked}"
+
+
+def shapes(results):
+    return [(t.shape, t.stride(), t.dtype) for t in (results if isinstance(results, tuple) else (results,))]
+
+
+def plain(arguments):
+    """Arguments of a launch, less the memory that is another each time."""
+    return [(a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in arguments]
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
+        return function(*arguments, **(kwargs or {}))
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, function, types, arguments=(), kwargs=None):
+        return function(*arguments, **(kwargs or {}))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+SEEN_BY_OTHERS = {
+    "a dispatch mode": DispatchMode,
+    "a function mode": FunctionMode,
+    "the profiler": torch.profiler.profile,
+    "a functorch transform": lambda: torch._functorch.eager_transforms.grad_increment_nesting(),
+}
+# Tensors that are not plain memory, as far as they are the type of one.
+STRANGERS = {
+    "a negative view": lambda t: torch._neg_view(t),
+    "zeros without memory": lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype),
+    "a subclass": lambda t: t.as_subclass(Subclass),
+    "a batch of the older vmap": lambda t: torch._add_batch_dim(torch.stack((t, t)), 0, 1),
+}
+OTHERS = {
+    "another alignment": lambda t: torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape),
+}
+
+
 def registration():
     """Where PyTorch has a GPU the operators are registered for it; nothing imports them before the first call."""
     library = torch.library.Library("rmsnorm", "IMPL")
@@ -328,6 +457,8 @@ CHECKS = (
     devices,
     forms,
     layouts,
+    replays,
+    the_short_way,
     registration,
 )
 

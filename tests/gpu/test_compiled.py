@@ -13,6 +13,7 @@ PLANTED = {
     "alignment dropped, AMD": "have 16 bytes",
     "eps as float32": "eps is a float32",
     "32-bit offset": "products of 64 bits",
+    "32-bit leaves": "leaves do not begin",
     "an approximate square root": "approximations",
     "a sum to nearest": "instructions of the exact sums",
     "flushed subnormals": "flush subnormals",

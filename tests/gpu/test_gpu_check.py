@@ -41,6 +41,31 @@ def test_a_dry_run_sees_the_wrong_variant(dry):
     assert [line["seen"] for line in dry if line["step"] == "wrong"] == [True]
 
 
+def test_what_it_launches_is_compiled_by_all_cores_beforehand(tmp_path, monkeypatch):
+    """Into Triton's cache on disk: whoever compiles it again has it at once."""
+    program = tmp_path / "ahead.py"
+    program.write_text(
+        "import json, pathlib, sys\n"
+        "from benchmarks import gpu_check\n"
+        "from triton.backends.compiler import GPUTarget\n"
+        "if __name__ == '__main__':\n"
+        "    cache = pathlib.Path(sys.argv[1])\n"
+        "    report = gpu_check.Report(cache.with_suffix('.jsonl'), 100)\n"
+        "    case = GPUTarget('cuda', 90, 32), 1, 130\n"
+        "    gpu_check.precompile(report, [case])\n"
+        "    before = len(list(cache.rglob('*.cubin')))\n"
+        "    again = gpu_check.compile_case(case)\n"
+        "    print(json.dumps([before, again, len(list(cache.rglob('*.cubin')))]))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    process = processes.start("ahead", tmp_path / "cache")
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    before, kernels, after = json.loads(output.splitlines()[-1])
+    assert before == after == kernels > 10
+
+
 def test_faults_decide_the_exit_code(tmp_path, monkeypatch):
     """A process in which the kernels are given another eps than the CPU."""
     program = tmp_path / "off.py"

@@ -44,7 +44,7 @@ def collect() -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": processor(),
         "kernels": asdict(_ops.status()),
-        "gpu_kernels": {"missing": gpu.missing(), "triton": gpu.triton_version()},
+        "gpu_kernels": {"missing": gpu.missing() or gpu.too_old(), "triton": gpu.triton_version()},
         "accelerator": f"{accelerator.type} ({torch.get_device_module(accelerator).get_device_name()})"
         if accelerator
         else None,

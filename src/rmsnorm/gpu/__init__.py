@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+# The first of NVIDIA's architectures that Triton compiles for.
+OLDEST = 70
 NAMES = ("forward", "forward_train", "forward_out", "add_forward", "backward")
 
 
@@ -22,6 +24,16 @@ def missing() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed, though PyTorch's own GPU builds require it"
     return None
+
+
+def too_old() -> str | None:
+    """Why the current GPU, where there is one, is left to the reference; asking initialises CUDA."""
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    if 10 * major + minor >= OLDEST:
+        return None
+    return f"Triton compiles for sm_{OLDEST} and later, and this GPU is sm_{major}{minor}"
 
 
 def triton_version() -> str | None:

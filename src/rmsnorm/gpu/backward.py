@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from rmsnorm.gpu import configurations, launching, layout
 from rmsnorm.gpu.configurations import Tile
 from rmsnorm.gpu.kernels import backward as kernels
 from rmsnorm.gpu.kernels import columns as column_kernels
-from rmsnorm.gpu.launching import INTERPRETED, Kernel
+from rmsnorm.gpu.launching import INTERPRETED, Kernel, Launch
+from rmsnorm.gpu.layout import Maker
 
 _BACKWARD = Kernel(kernels.backward)
 _SLOPES = Kernel(kernels.slopes)
@@ -23,6 +24,11 @@ _FOLD = Kernel(column_kernels.fold)
 
 def dweight_dtype(weight: Tensor | None) -> torch.dtype:
     return torch.float32 if weight is None else weight.dtype
+
+
+def or_empty(gradient: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the operator returns for a gradient that is not wanted."""
+    return x.new_empty(0, dtype=dtype) if gradient is None else gradient
 
 
 def rebuild(y: Tensor, rstd: Tensor, weight: Tensor | None, offset: float | None, dtype: torch.dtype) -> Tensor:
@@ -47,7 +53,43 @@ def rebuild(y: Tensor, rstd: Tensor, weight: Tensor | None, offset: float | None
     return x
 
 
-def gradients(
+class Gradients(NamedTuple):
+    """Launches one after another, and the float32 memory between them. Tensors have names; what is absent has ""."""
+
+    steps: tuple[tuple[Launch, tuple[str, ...]], ...]
+    scratch: tuple[tuple[str, Maker], ...]
+    dx: Maker
+    dweight: Maker
+
+    def __call__(
+        self, dy: Tensor, x: Tensor, dh: Tensor | None, rstd: Tensor, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        dx, dweight = self.dx(x), self.dweight(x)
+        self.fill(dy, x, dh, dx, rstd, weight, dweight)
+        return dx, dweight
+
+    def fill(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        dh: Tensor | None,
+        dx: Tensor | None,
+        rstd: Tensor,
+        weight: Tensor | None,
+        dweight: Tensor | None,
+    ) -> None:
+        # fmt: off
+        tensors = {
+            "dy": dy, "x": x, "dh": dh, "dx": dx, "rstd": rstd, "weight": weight, "dweight": dweight, "": None,
+        }
+        # fmt: on
+        for name, make in self.scratch:
+            tensors[name] = make(x)
+        for launch, names in self.steps:
+            launch(*map(tensors.__getitem__, names))
+
+
+def prepare(
     place: layout.Rows,
     dy: Tensor,
     x: Tensor,
@@ -55,127 +97,121 @@ def gradients(
     dx: Tensor | None,
     rstd: Tensor,
     weight: Tensor | None,
+    dweight: Tensor | None,
     offset: float | None,
-    need_dweight: bool,
-) -> Tensor | None:
-    """Fills dx where there is one; returns dweight where wanted."""
-    cols, device, number = x.shape[-1], x.device, place.number
-    leaves = reference.leaves(number)
-    dweight = torch.empty(cols, dtype=dweight_dtype(weight), device=device) if need_dweight else None
-    partial = dweight
-    if need_dweight and leaves > 1:
-        partial = torch.empty((leaves, cols), dtype=torch.float32, device=device)
-    if number == 0:
-        return dweight if dweight is None else dweight.zero_()
-    tile = configurations.backward(cols, launching.target(device))
+) -> Gradients:
+    """Fills dx and dweight, where there are any."""
+    cols, target = x.shape[-1], launching.target(x.device)
+    leaves = reference.leaves(place.number)
+    given = {"dy": dy, "x": x, "dh": dh, "dx": dx, "rstd": rstd, "weight": weight, "dweight": dweight}
+    call = _Call(place, offset, leaves, {name: t for name, t in given.items() if t is not None})
+    tile = configurations.backward(cols, target)
+    sums = "" if dweight is None else "dweight" if leaves == 1 else call.scratch("leaves", leaves, cols)
+    steps = []
     if dx is None:
-        if partial is not None:
-            _launch_columns(place, dy, x, None, None, rstd, weight, None, partial, leaves, offset)
+        steps += [call.columns("", "", "", sums)] if sums else []
     elif tile is None:
-        k = torch.empty_like(rstd)
-        _launch_slopes(place, dy, x, rstd, weight, k, offset)
-        _launch_columns(place, dy, x, dh, dx, rstd, weight, k, partial, leaves, offset)
-    elif partial is None or (tile.rows == 1 and configurations.fused(number, leaves)):
-        _launch_backward(tile, place, dy, x, dh, dx, rstd, weight, partial, leaves, offset)
+        k = call.scratch("k", place.number)
+        steps += [call.slopes(k), call.columns("dh", "dx", k, sums)]
+    elif not sums or (tile.rows == 1 and configurations.fused(place.number, leaves)):
+        steps += [call.rows(tile, sums)]
     else:
-        _launch_backward(tile, place, dy, x, dh, dx, rstd, weight, None, leaves, offset)
-        _launch_columns(place, dy, x, None, None, rstd, weight, None, partial, leaves, offset)
-    if dweight is not None and leaves > 1:
-        assert partial is not None  # noqa: S101 - for the type checker
-        _launch_folds(partial, dweight)
-    return dweight
-
-
-def _launch_folds(partial: Tensor, dweight: Tensor) -> None:
-    """Adds the sums of the leaves, as many at a time as one program takes."""
-    (leaves, cols), device = partial.shape, partial.device
-    tile = configurations.fold(launching.target(device))
-    tiles = -(-cols // tile.block)
-    while leaves > 1:
-        groups = -(-leaves // tile.rows)
-        total = dweight if groups == 1 else torch.empty((groups, cols), dtype=torch.float32, device=device)
-        arguments = partial, total, leaves, cols, tiles, tile.rows, _log(tile.rows // 8), tile.block, INTERPRETED
-        aligned = layout.aligned(cols, (), partial, total)
-        launching.launch(_FOLD, device, (groups * tiles, 1, 1), arguments, (total.dtype,), aligned, tile.warps)
-        partial, leaves = total, groups
-
-
-def _launch_backward(
-    tile: Tile,
-    place: layout.Rows,
-    dy: Tensor,
-    x: Tensor,
-    dh: Tensor | None,
-    dx: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    partial: Tensor | None,
-    leaves: int,
-    offset: float | None,
-) -> None:
-    cols, device = x.shape[-1], x.device
-    form = configurations.form(launching.target(device), cols)
-    tensors = dy, x, dh, dx, rstd, weight, partial
-    numbers = place.number, cols, place.inner, *place.strides, _log(leaves), 1.0 / cols, offset
-    constants = (
-        *(place.nested, tile.rows, tile.block, tile.block == cols),
-        *(configurations.log_cols(cols), form, INTERPRETED),
+        steps += [call.rows(tile, ""), call.columns("", "", "", sums)]
+    while leaves > 1 and sums:
+        groups = -(-leaves // configurations.fold(target).rows)
+        total = "dweight" if groups == 1 else call.scratch(f"{groups} sums", groups, cols)
+        steps.append(call.fold(sums, total, leaves, groups))
+        sums, leaves = total, groups
+    return Gradients(
+        tuple(steps),
+        tuple(call.makers.items()),
+        layout.maker(or_empty(dx, x, x.dtype), x),
+        layout.maker(or_empty(dweight, x, dweight_dtype(weight)), x),
     )
-    key = (*_types(dy, x, weight, offset), cols, place.nested, dh is None, None if partial is None else partial.dtype)
-    programs = -(-place.number // tile.rows) if partial is None else leaves
-    aligned = layout.aligned(cols, place.strides, *tensors)
-    launching.launch(_BACKWARD, device, (programs, 1, 1), (*tensors, *numbers, *constants), key, aligned, tile.warps)
 
 
-def _launch_slopes(
-    place: layout.Rows, dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, k: Tensor, offset: float | None
-) -> None:
-    cols, device = x.shape[-1], x.device
-    tile = configurations.slopes(launching.target(device))
-    tensors = dy, x, rstd, weight, k
-    numbers = cols, place.inner, *place.strides[:4], 1.0 / cols, offset
-    constants = (
-        *(place.nested, tile.block, configurations.log_cols(cols)),
-        *(configurations.form(launching.target(device), cols), INTERPRETED),
-    )
-    key = (*_types(dy, x, weight, offset), cols, place.nested)
-    aligned = layout.aligned(cols, place.strides, *tensors)
-    launching.launch(_SLOPES, device, (place.number, 1, 1), (*tensors, *numbers, *constants), key, aligned, tile.warps)
+class _Call:
+    """One backward being planned: its tensors by name, and the steps it may have."""
+
+    def __init__(self, place: layout.Rows, offset: float | None, leaves: int, tensors: dict[str, Tensor]) -> None:
+        x, weight = tensors["x"], tensors.get("weight")
+        self.place, self.offset, self.leaves, self.tensors = place, offset, leaves, tensors
+        self.cols, self.device, self.target = x.shape[-1], x.device, launching.target(x.device)
+        self.types = tensors["dy"].dtype, x.dtype, None if weight is None else weight.dtype, offset is None
+        self.makers: dict[str, Maker] = {}
+
+    def scratch(self, name: str, *shape: int) -> str:
+        self.makers[name] = layout.maker_of(torch.empty(shape, dtype=torch.float32, device="meta"), self.device)
+        self.tensors[name] = torch.empty(1, dtype=torch.float32, device=self.device)  # its dtype and alignment
+        return name
+
+    def rows(self, tile: Tile, sums: str) -> tuple[Launch, tuple[str, ...]]:
+        place, cols = self.place, self.cols
+        numbers = place.number, cols, place.inner, *place.strides, _log(self.leaves), 1.0 / cols, self.offset
+        constants = place.nested, tile.rows, tile.block, tile.block == cols, *self._sums()
+        grid = self.leaves if sums else -(-place.number // tile.rows), 1, 1
+        names = "dy", "x", self._name("dh"), "dx", "rstd", self._name("weight"), sums
+        return self._step(
+            _BACKWARD, grid, names, (*numbers, *constants), (*self.types, cols, place.nested), tile, place.strides
+        )
+
+    def slopes(self, k: str) -> tuple[Launch, tuple[str, ...]]:
+        tile = configurations.slopes(self.target)
+        numbers = self.cols, self.place.inner, *self.place.strides[:4], 1.0 / self.cols, self.offset
+        constants = self.place.nested, tile.block, *self._sums()
+        names = "dy", "x", "rstd", self._name("weight"), k
+        grid = self.place.number, 1, 1
+        return self._step(
+            _SLOPES,
+            grid,
+            names,
+            (*numbers, *constants),
+            (*self.types, self.cols, self.place.nested),
+            tile,
+            self.place.strides,
+        )
+
+    def columns(self, dh: str, dx: str, k: str, sums: str) -> tuple[Launch, tuple[str, ...]]:
+        place = self.place
+        itemsize = min(self.tensors[name].dtype.itemsize for name in ("dy", "x"))
+        tile = configurations.columns(itemsize, self.target)
+        numbers = place.number, self.cols, place.inner, *place.strides, _log(self.leaves), self.offset
+        constants = place.nested, tile.block, configurations.columns_unroll(bool(dx)), INTERPRETED
+        names = "dy", "x", self._name(dh), dx, "rstd", self._name("weight"), k, sums
+        grid = self.leaves, -(-self.cols // tile.block), 1
+        return self._step(
+            _COLUMNS, grid, names, (*numbers, *constants), (*self.types, place.nested), tile, place.strides
+        )
+
+    def fold(self, partial: str, total: str, leaves: int, groups: int) -> tuple[Launch, tuple[str, ...]]:
+        tile = configurations.fold(self.target)
+        tiles = -(-self.cols // tile.block)
+        rest = leaves, self.cols, tiles, tile.rows, _log(tile.rows // 8), tile.block, INTERPRETED
+        return self._step(_FOLD, (groups * tiles, 1, 1), (partial, total), rest, (), tile, ())
+
+    def _name(self, name: str) -> str:
+        return name if name in self.tensors else ""
+
+    def _sums(self) -> tuple[int, int, bool]:
+        return configurations.log_cols(self.cols), configurations.form(self.target, self.cols), INTERPRETED
+
+    def _step(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int, int],
+        names: tuple[str, ...],
+        rest: tuple[Any, ...],
+        key: tuple[Any, ...],
+        tile: Tile,
+        strides: tuple[int, ...],
+    ) -> tuple[Launch, tuple[str, ...]]:
+        tensors = [self.tensors.get(name) for name in names]
+        written = self.tensors.get(names[-1])  # in float32, or in dweight's dtype
+        key = (*key, *(t is None for t in tensors), None if written is None else written.dtype)
+        aligned = layout.aligned(self.cols, strides, *tensors)
+        return launching.prepare(kernel, self.device, grid, (*tensors, *rest), key, aligned, tile.warps), names
 
 
-def _launch_columns(
-    place: layout.Rows,
-    dy: Tensor,
-    x: Tensor,
-    dh: Tensor | None,
-    dx: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor | None,
-    k: Tensor | None,
-    partial: Tensor | None,
-    leaves: int,
-    offset: float | None,
-) -> None:
-    cols, device = x.shape[-1], x.device
-    tile = configurations.columns(min(dy.dtype.itemsize, x.dtype.itemsize), launching.target(device))
-    tensors = dy, x, dh, dx, rstd, weight, k, partial
-    numbers = place.number, cols, place.inner, *place.strides, _log(leaves), offset
-    constants = place.nested, tile.block, configurations.columns_unroll(dx is not None), INTERPRETED
-    key = (
-        *_types(dy, x, weight, offset),
-        place.nested,
-        dh is None,
-        dx is None,
-        None if partial is None else partial.dtype,
-    )
-    grid = leaves, -(-cols // tile.block), 1
-    aligned = layout.aligned(cols, place.strides, *tensors)
-    launching.launch(_COLUMNS, device, grid, (*tensors, *numbers, *constants), key, aligned, tile.warps)
-
-
-def _types(dy: Tensor, x: Tensor, weight: Tensor | None, offset: float | None) -> tuple[Any, ...]:
-    return dy.dtype, x.dtype, None if weight is None else weight.dtype, offset is None
-
-
-def _log(leaves: int) -> int:
-    return leaves.bit_length() - 1
+def _log(n: int) -> int:
+    """Of a power of two."""
+    return n.bit_length() - 1

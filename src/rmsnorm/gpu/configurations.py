@@ -6,10 +6,9 @@ Chosen from instruction counts, registers and the rates in NVIDIA's manuals, wit
 
 from typing import Any, NamedTuple
 
+from rmsnorm.gpu import OLDEST
 from rmsnorm.gpu.kernels import fixed_sum
 
-# Triton's oldest NVIDIA architecture.
-_OLDEST = 70
 # Beyond these there is the reference: grids have limits, and columns are counted in 32 bits.
 MOST_COLS = 1 << 23
 MOST_ROWS = (1 << 31) - 1
@@ -48,7 +47,7 @@ def form(target: Any, cols: int) -> int:
 
 def supported(target: Any) -> bool:
     """Whether Triton compiles for it."""
-    return bool(target.backend != "cuda" or target.arch >= _OLDEST)
+    return bool(target.backend != "cuda" or target.arch >= OLDEST)
 
 
 # ---------------------------------------------------------------- tiles

@@ -7,12 +7,14 @@ then one bit, which is in the dictionary's key; and what is checked without a GP
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 # Triton's interpreter takes tensors on the CPU.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -22,12 +24,21 @@ ALIGNMENT = 16
 _POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 _SCALARS = {"int32": "i32", "int64": "i64", "fp32": "fp32", "fp64": "fp64"}
 
+# torch.cuda's own functions look first whether CUDA is initialised: there are tensors on it.
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
+
+# Releases of Triton of which `compiled[grid](*arguments)` is known to come to `compiled.run(...)`. What is between, for
+# profilers that set hooks, takes 2 us of each launch.
+_SHORT_WAY = triton.__version__.startswith(("3.6.", "3.7."))
+_hooks = triton.knobs.runtime
+
 _targets: dict[int | None, Any] = {}
 _compiled: dict[Any, Any] = {}
 
 
 class Kernel:
-    """A Triton function whose scalar parameters are all annotated: a Python float would become a float32 otherwise."""
+    """A Triton function: tensors first, then scalars, all annotated, because a Python float would become a float32."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -38,6 +49,9 @@ class Kernel:
             name: _SCALARS[a.name] for name, a in annotations.items() if isinstance(a, triton.language.dtype)
         }
         self.names = list(annotations)
+        self.tensors = len(self.names) - len(self.scalars) - len(self.constants)
+        if not self.scalars.keys().isdisjoint(self.names[: self.tensors]):
+            raise TypeError(f"{self.name}: tensors must be its first parameters")
 
     def source(self, arguments: tuple[Any, ...], aligned: bool) -> Any:
         """What is compiled: the types of the arguments, the constants, and what is known to be a multiple of 16."""
@@ -71,6 +85,61 @@ def target(device: torch.device) -> Any:
     return _targets[device.index]
 
 
+class Launch:
+    """A kernel, ready to run with other tensors of the same kinds: everything else about the launch is decided."""
+
+    __slots__ = ("_compiled", "_device", "_grid", "_handles", "_rest", "_run")
+
+    def __init__(self, compiled: Any, device: torch.device, grid: tuple[int, int, int], rest: tuple[Any, ...]) -> None:
+        self._compiled, self._device, self._grid, self._rest = compiled, device.index, grid, rest
+        self._run = None
+        if _SHORT_WAY and isinstance(compiled, CompiledKernel):
+            self._run, self._handles = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """On the current stream of the tensors' device, whichever device is current."""
+        device = self._device
+        if INTERPRETED:
+            self._compiled[self._grid](*tensors, *self._rest)
+        elif device != _current_device():
+            with torch.cuda.device(device):
+                self(*tensors)
+        elif self._run is None or getattr(_hooks.launch_enter_hook, "calls", _hooks.launch_enter_hook):
+            self._compiled[self._grid](*tensors, *self._rest, stream=_current_stream(device))
+        else:
+            self._run(*self._grid, _current_stream(device), *self._handles, *tensors, *self._rest)
+
+
+def prepare(
+    kernel: Kernel,
+    device: torch.device,
+    grid: tuple[int, int, int],
+    arguments: tuple[Any, ...],
+    key: tuple[Any, ...],
+    aligned: bool,
+    warps: int,
+) -> Launch:
+    """A kernel compiled for its arguments.
+
+    Args:
+        arguments: one for each parameter of the kernel, tensors first, None for what is absent.
+        key: what, with the kernel, the device and `aligned`, determines the types and constants among the arguments.
+        aligned: whether every pointer, stride and `cols` is a multiple of ALIGNMENT.
+        warps: also determined by `key`.
+    """
+    rest = arguments[kernel.tensors :]
+    if INTERPRETED:
+        return Launch(kernel.function, device, grid, rest)
+    key = (kernel, device.index, aligned, *key)
+    compiled = _compiled.get(key)
+    if compiled is None:
+        compiled = compile_for(target(device), kernel, arguments, aligned, warps)
+        with torch.cuda.device(device.index):
+            compiled[grid]  # loads it
+        _compiled[key] = compiled
+    return Launch(compiled, device, grid, rest)
+
+
 def launch(
     kernel: Kernel,
     device: torch.device,
@@ -80,23 +149,5 @@ def launch(
     aligned: bool,
     warps: int,
 ) -> None:
-    """Runs a kernel on the device, on its current stream.
-
-    Args:
-        arguments: one for each parameter of the kernel, None for what is absent.
-        key: what, with the kernel, the device and `aligned`, determines the types and constants among the arguments.
-        aligned: whether every pointer, stride and `cols` is a multiple of ALIGNMENT.
-        warps: also determined by `key`.
-    """
-    if INTERPRETED:
-        kernel.function[grid](*arguments)
-        return None
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return launch(kernel, device, grid, arguments, key, aligned, warps)
-    key = (kernel, device.index, aligned, *key)
-    compiled = _compiled.get(key)
-    if compiled is None:
-        compiled = _compiled[key] = compile_for(target(device), kernel, arguments, aligned, warps)
-    compiled[grid](*arguments)
-    return None
+    """Runs a kernel once; the arguments are those of `prepare`."""
+    prepare(kernel, device, grid, arguments, key, aligned, warps)(*arguments[: kernel.tensors])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from rmsnorm.gpu.launching import ALIGNMENT
@@ -56,3 +58,20 @@ def aligned(cols: int, strides: tuple[int, ...], *tensors: Tensor | None) -> boo
         if t is not None:
             bits |= t.data_ptr()
     return bits % ALIGNMENT == 0
+
+
+Maker = Callable[[Tensor], Tensor]
+
+
+def maker(t: Tensor, x: Tensor) -> Maker:
+    """What makes, from tensors like x, others like t, in the fastest way."""
+    alike = torch.empty_like(x, device="meta")
+    if t.dtype == x.dtype and t.shape == x.shape and t.stride() == alike.stride():
+        return torch.empty_like
+    return maker_of(t, t.device)
+
+
+def maker_of(t: Tensor, device: torch.device) -> Maker:
+    """What makes tensors like t, which may be on the meta device, on a device."""
+    shape, strides, dtype = t.shape, t.stride(), t.dtype
+    return lambda _: torch.empty_strided(shape, strides, dtype=dtype, device=device)
