@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from rmsnorm import RMSNorm, add_rms_norm, reference, rms_norm
-from rmsnorm._ops import status
+from rmsnorm import RMSNorm, add_rms_norm, functional, reference, rms_norm
+from rmsnorm._ops import operators, status
 from tests.bits import difference
 from tests.expected import DTYPES, exact, gradients, normalized, tensor, within, y_bound
 
@@ -638,3 +638,35 @@ def test_training_and_inference_give_the_same_bits(dtype):
         z, g = add_rms_norm(x, x, weight, **options)
         same(y.detach(), z)
         same(h.detach(), g)
+
+
+# ---------------------------------------------------------------- the way a call takes
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_common_calls_go_straight_to_the_operator(dtype, rounding, monkeypatch):
+    """At small sizes what `normalize` checks would cost more than the kernel, and no result would tell."""
+    x, weight = tensor(4, 8, dtype=dtype), tensor(8, seed=1)
+    module = RMSNorm(8, rounding=rounding)
+    y, h = functional.normalize(x, x, weight, 1e-6, 0.0, rounding, None)
+    assert h is not None
+    monkeypatch.setattr(functional, "normalize", None)
+    for residual in (x, x.clone().requires_grad_()):
+        for found, expected in zip(add_rms_norm(x, residual, weight, rounding=rounding), (y, h), strict=True):
+            same(found.detach(), expected)
+        same(rms_norm(x + residual, weight, rounding=rounding).detach(), y)
+        rms_norm(residual, None, 1e-5, weight_offset=1.0, rounding=rounding)
+        add_rms_norm(x, residual, None, 1e-5, weight_offset=1.0, rounding=rounding)
+        module(residual)
+        module(x, residual)
+
+
+@pytest.mark.parametrize("residual", [torch.ones(4, 9), torch.ones(8), torch.ones(4, 8).half(), torch.ones(4, 8, 1)])
+def test_every_implementation_of_the_operator_refuses_what_would_be_broadcast(residual):
+    x = tensor(4, 8)
+    for operator in (operators.direct, operators.reference):
+        with pytest.raises((RuntimeError, ValueError), match="residual must have x's"):
+            operator.add_forward(x, residual, None, 1e-6)
+    with pytest.raises(ValueError, match="residual must have x's"):
+        operators.direct.add_forward(x.to("meta"), residual.to("meta"), None, 1e-6)

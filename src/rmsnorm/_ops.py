@@ -94,6 +94,8 @@ def forward_out(
 def add_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
+    check(x, weight, eps, weight_offset)
+    checks.check_residual(x, residual)
     y, h, rstd = reference.add_forward(x, residual, weight, eps, weight_offset, reference.ROUNDINGS[rounding])
     return laid_out_like(x, y), laid_out_like(x, h), rstd.contiguous()
 
@@ -163,7 +165,10 @@ def _fake_forward_out(
 def _fake_add_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_forward(x, weight, eps, weight_offset, rounding), like(x, x.dtype), _rstd_like(x)
+    y = _fake_forward(x, weight, eps, weight_offset, rounding)
+    if x.is_meta or residual.is_meta:
+        checks.check_residual(x, residual)
+    return y, like(x, x.dtype), _rstd_like(x)
 
 
 def _fake_backward(

@@ -122,31 +122,36 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Y of x's shape (*, dim); with a residual of that shape, y and h = x + residual."""
-        if self.group_size is not None and residual is not None:
+        weight = self.weight  # once: a module looks long for its parameters
+        if residual is None and not self.memory_efficient:
+            return functional.rms_norm(
+                x,
+                weight,
+                self.eps,
+                weight_offset=self.weight_offset,
+                rounding=self.rounding,
+                normalized_shape=self.normalized_shape if weight is None else None,
+                group_size=self.group_size,
+            )
+        if residual is not None and self.group_size is not None:
             checks.check_residual(x, residual)
             total = x + residual
             return functional.rms_norm(
                 total,
-                self.weight,
+                weight,
                 self.eps,
                 weight_offset=self.weight_offset,
                 rounding=self.rounding,
                 group_size=self.group_size,
             ), total
-        if residual is None and not self.memory_efficient:
-            return functional.rms_norm(
-                x,
-                self.weight,
-                self.eps,
-                weight_offset=self.weight_offset,
-                rounding=self.rounding,
-                normalized_shape=self._shape_without_weight,
-                group_size=self.group_size,
+        if residual is not None and weight is not None:
+            return functional.add_rms_norm(
+                x, residual, weight, self.eps, weight_offset=self.weight_offset, rounding=self.rounding
             )
         y, h = functional.normalize(
             x,
             residual,
-            self.weight,
+            weight,
             self.eps,
             self.weight_offset,
             self.rounding,
@@ -154,10 +159,6 @@ class RMSNorm(nn.Module):
             self.memory_efficient,
         )
         return y if h is None else (y, h)
-
-    @property
-    def _shape_without_weight(self) -> tuple[int, ...] | None:
-        return self.normalized_shape if self.weight is None else None
 
     def extra_repr(self) -> str:
         """The size, eps and every option that is not the default."""
