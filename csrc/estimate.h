@@ -23,6 +23,10 @@ inline bool settled(float low, float high) {
 // No square is larger than the largest of the partial sums that are kept apart: one per lane and stretch.
 constexpr int64_t stretch = 4096;
 
+// How many Wide<T> hold 2N doubles.
+template <class T>
+constexpr int wides = 2 * N * 8 / int(sizeof(Wide<T>));
+
 template <class V, class Op>
 V fold(const V (&v)[4], Op op) {
     return op(op(v[0], v[1]), op(v[2], v[3]));
@@ -37,12 +41,11 @@ V fold(const V (&v)[8], Op op) {
 template <class T, class At>
 RMSNORM_INLINE Interval sum_squares(int64_t cols, int log_cols, At at) {
     constexpr int64_t step = 8 * N / int64_t(sizeof(T));  // as many bytes as 2N floats
-    Wide<T> total = zero_wide<T>(), largest = zero_wide<T>();
+    Wide<T> total{}, largest{};
     int64_t i = 0;
     do {
         const int64_t end = cols - i < stretch ? cols : i + stretch;
-        Wide<T> sums[wides<T>], v[wides<T>];
-        for (int k = 0; k < wides<T>; ++k) sums[k] = zero_wide<T>();
+        Wide<T> sums[wides<T>] = {}, v[wides<T>];
         for (; i + step <= end; i += step) {
             const T* x = at(i, step);
 #pragma GCC unroll 2

@@ -25,12 +25,13 @@ using rmsnorm::Dtype;
 // ---------------------------------------------------------------- the weight
 
 template <class W>
-void gain_of(const W* weight, float offset, float* gain, int64_t cols) {
+void gain_of(const W* weight, double offset, float* gain, int64_t cols) {
+    // Where there is none, -0: to add +0 would turn -0 into +0. Others count even if they are 0 in float32.
+    const F32 added = set(offset == 0 ? -0.0f : float(offset));
     Bits m = no_bits();
     for (int64_t i = 0; i < cols; i += N) {
         int64_t n = cols - i < N ? cols - i : N;
-        F32 v = load(weight + i, n);
-        if (offset != 0) v = add(v, set(offset));  // adding 0 would turn -0 into +0
+        const F32 v = add(load(weight + i, n), added);
         m = max_bits(m, v);
         store(gain + i, v, n);
     }
@@ -110,7 +111,7 @@ void gated_backward(const GatedBackward& g) {
     with_type(g.norm.x_type, [&](auto x) { gated_backward_rows<decltype(x)>(g); });
 }
 
-void gain(const void* weight, Dtype dtype, float offset, float* result, int64_t cols) {
+void gain(const void* weight, Dtype dtype, double offset, float* result, int64_t cols) {
     Ieee arithmetic;
     with_type(dtype, [&](auto w) { gain_of(static_cast<const decltype(w)*>(weight), offset, result, cols); });
 }

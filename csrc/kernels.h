@@ -11,7 +11,11 @@ namespace rmsnorm {
 
 enum class Dtype : int32_t { f32, bf16, f16 };
 
+// Each file's own functions, here and below: one that files of different instruction sets share would be
+// merged by the linker.
+namespace {
 inline int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+}  // namespace
 
 // A stack of rows inside some tensor.
 struct Rows {
@@ -83,15 +87,17 @@ struct Kernels {
     void (*rebuild)(const Rebuild&);
     void (*gated_forward)(const GatedForward&);
     void (*gated_backward)(const GatedBackward&);
-    void (*gain)(const void* weight, Dtype dtype, float offset, float* gain, int64_t cols);
+    void (*gain)(const void* weight, Dtype dtype, double offset, float* gain, int64_t cols);
     void (*accumulate)(const float* terms, float* sums, int64_t cols);  // sums += terms
     void (*round)(const float* values, void* result, Dtype dtype, int64_t cols);
 };
 
 // Rows that go through a gate together, as float32, and the scratch that takes: enough of them that calls do
 // not cost, few enough for the first-level cache, and pairs for the backward.
+namespace {
 inline int64_t gate_batch(int64_t width) { return width < 2048 ? 4096 / width : 2; }
 inline int64_t gate_scratch(int64_t width) { return 2 * gate_batch(width) * width; }
+}  // namespace
 
 // The table chosen for this process: the best the machine has, or the one RMSNORM_ISA names.
 // Null when that name is unknown or unsupported; `error` then says so.

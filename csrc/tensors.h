@@ -235,7 +235,7 @@ class Gain {
             return;
         }
         copy_.emplace(cols);
-        table().gain(weight->data, weight->dtype, static_cast<float>(offset), copy_->get(), cols);
+        table().gain(weight->data, weight->dtype, offset, copy_->get(), cols);
         values_ = copy_->get();
     }
     Gain(const Gain&) = delete;

@@ -162,12 +162,6 @@ inline F64 fma(F64 a, F64 b, F64 sum) { return _mm256_fmadd_pd(a, b, sum); }
 inline F64 fma_down(F64 a, F64 b, F64 sum) { return fma(a, b, sum); }
 template <class T>
 using Wide = F64;
-template <class T>
-constexpr int wides = 4;
-template <class T>
-Wide<T> zero_wide() {
-    return set64(0);
-}
 inline void widen(F32 v, F64& low, F64& high) {
     low = _mm256_cvtps_pd(_mm256_castps256_ps128(v));
     high = _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1));

@@ -183,8 +183,6 @@ struct WideOf<float> {
 };
 template <class T>
 using Wide = typename WideOf<T>::type;
-template <class T>
-constexpr int wides = 2 * N * 8 / int(sizeof(Wide<T>));
 
 inline __m256d add(__m256d a, __m256d b) { return _mm256_add_pd(a, b); }
 inline __m256d max(__m256d a, __m256d b) { return _mm256_max_pd(a, b); }
@@ -196,13 +194,6 @@ inline double total(__m256d v) {
 inline double largest(__m256d v) {
     __m128d r = _mm_max_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
     return _mm_cvtsd_f64(_mm_max_sd(r, _mm_unpackhi_pd(r, r)));
-}
-template <class T>
-Wide<T> zero_wide() {
-    if constexpr (sizeof(Wide<T>) == sizeof(F64))
-        return set64(0);
-    else
-        return _mm256_setzero_pd();
 }
 inline void widen(F32 v, __m256d (&wide)[4]) {
     const __m256 half[2] = {_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)};

@@ -118,12 +118,6 @@ inline F64 fma(F64 a, F64 b, F64 sum) { return vfmaq_f64(sum, a, b); }
 inline F64 fma_down(F64 a, F64 b, F64 sum) { return fma(a, b, sum); }
 template <class T>
 using Wide = F64;
-template <class T>
-constexpr int wides = 4;
-template <class T>
-Wide<T> zero_wide() {
-    return set64(0);
-}
 inline void widen(F32 v, F64& low, F64& high) {
     low = vcvt_f64_f32(vget_low_f32(v));
     high = vcvt_high_f64_f32(v);

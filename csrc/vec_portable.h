@@ -12,7 +12,7 @@
 //   round_to     to bf16 or f16 and back
 //   fms          a * b - c, rounded once
 //   fma_down     floor-and-accumulate: a * b + sum toward zero, for sums that stay positive
-//   Wide<T>      doubles to sum squares of T in; load_wide has 2N elements as wides<T> of them, in any order
+//   Wide<T>      doubles to sum squares of T in; load_wide has 2N elements as several of them, in any order
 //   clamp        to [-limit, limit]; NaN stays
 //   widen, narrow  N floats as two F64 and back, to nearest
 //   nearest      integer, for magnitudes below 2^51
@@ -193,12 +193,6 @@ inline F64 fma(F64 a, F64 b, F64 sum) {
 inline F64 fma_down(F64 a, F64 b, F64 sum) { return fma(a, b, sum); }
 template <class T>
 using Wide = F64;
-template <class T>
-constexpr int wides = 4;
-template <class T>
-Wide<T> zero_wide() {
-    return set64(0);
-}
 inline void widen(F32 a, F64& low, F64& high) {
     for (int64_t i = 0; i < N / 2; ++i) low.v[i] = a.v[i], high.v[i] = a.v[N / 2 + i];
 }

@@ -29,3 +29,8 @@ def difference(actual, expected):
         f"{int(wrong.sum())} of {wrong.numel()} elements differ, first at {where}: "
         f"{actual[where].item()!r}, expected {expected[where].item()!r}"
     )
+
+
+def same(actual, expected):
+    """Asserts `bits_equal`."""
+    assert (found := difference(actual, expected)) is None, found

@@ -119,3 +119,25 @@ def within(actual, value, bound):
     excess = (actual.double() - value).abs() / bound
     assert bool((excess <= 1).all()), f"{excess.nan_to_num(torch.inf).max().item():.3g} times the bound"
     return True
+
+
+def leaves(*tensors):
+    """Copies that gradients end in."""
+    return [t.detach().clone().requires_grad_() for t in tensors]
+
+
+def higher_order_bound(value, d):
+    """Float32 derivatives through formula.py, where sums over d elements are taken in any order.
+
+    A sum of d float32 terms is off by at most d roundings of the sum of their magnitudes; by Cauchy-Schwarz that is at
+    most sqrt(d) times what it counts in a row whose terms are of one order, as these are. A second derivative is the
+    sum of some ten products of up to six such factors each, three of them sums.
+    """
+    return 10 * (3 * d + 6) * U[torch.float32] * d**0.5 * max(1.0, value.abs().max().item()) * torch.ones_like(value)
+
+
+def near(actual, expected):
+    """Two ways through float64: each is within the bound for float32, scaled by the ratio of their roundoffs."""
+    assert within(
+        actual, expected, 2 * 2.0**-29 * higher_order_bound(expected, expected.shape[-1] if expected.dim() else 1)
+    )

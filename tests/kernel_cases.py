@@ -56,9 +56,11 @@ def unusual_weights_and_eps():
     for width, x_dtype, w_dtype in product(WIDTHS, DTYPES, DTYPES):
         x = all_rows(width, x_dtype, seed=width + 1)
         weight = special_weight(width, w_dtype, seed=width)
-        for rounding, offset in ((0, 0.0), (1, 1.0), (2, 0.0)):
+        for rounding, offset in ((0, 0.0), (1, 1.0), (2, 0.0), (0, 1e-300), (1, -1e-300), (0, -0.0)):
             yield normalize_case("special weight", x, weight, offset=offset, rounding=rounding)
-    for width, x_dtype, eps in product((7, 33, 1000), DTYPES, (0.0, 1e-300, 1e-12, 1e-5, 3.0, 1e30, 1e300)):
+    for width, x_dtype, eps in product(
+        (7, 33, 1000), DTYPES, (0.0, 1e-300, 1e-12, 1e-5, 3.0, 1e30, 1e60, 1e69, 1e80, 1e150, 1e300)
+    ):
         x = all_rows(width, x_dtype, seed=width + 2)
         yield normalize_case(f"eps={eps}", x, plain_weight(width, x_dtype), eps=eps)
 

@@ -100,7 +100,7 @@ class Array {
     std::unique_ptr<char[], Free> memory_;
 };
 
-std::vector<float> gain_of(const rmsnorm::Kernels& kernels, const Array& weight, float offset) {
+std::vector<float> gain_of(const rmsnorm::Kernels& kernels, const Array& weight, double offset) {
     std::vector<float> gain(size_t(weight.cols()));
     if (weight) kernels.gain(weight.data(), weight.dtype(), offset, gain.data(), weight.cols());
     return gain;
@@ -139,7 +139,7 @@ void into(rmsnorm::Forward& f, const Array& y, Call call) {
 void forward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
     rmsnorm::Forward f{};
     f.eps = read<double>(in);
-    const auto offset = float(read<double>(in));
+    const auto offset = read<double>(in);
     f.y_type = Dtype(read<int64_t>(in));
     f.x_hat_type = Dtype(read<int64_t>(in));
     const Array x = Array::from(in), residual = Array::from(in), weight = Array::from(in);
@@ -163,7 +163,7 @@ void gated_forward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* ou
     rmsnorm::GatedForward g{};
     rmsnorm::Forward& f = g.norm;
     f.eps = read<double>(in);
-    const auto offset = float(read<double>(in));
+    const auto offset = read<double>(in);
     f.y_type = Dtype(read<int64_t>(in));
     f.x_hat_type = Dtype(read<int64_t>(in));
     g.normed_type = Dtype(read<int64_t>(in));
@@ -188,7 +188,7 @@ void gated_forward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* ou
 void gated_backward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
     rmsnorm::GatedBackward g{};
     rmsnorm::Backward& b = g.norm;
-    const auto offset = float(read<double>(in));
+    const auto offset = read<double>(in);
     const auto weight_type = Dtype(read<int64_t>(in));
     b.cols = read<int64_t>(in);
     g.gate.activation = rmsnorm::Activation(read<int64_t>(in));
@@ -218,7 +218,7 @@ void gated_backward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* o
 }
 
 void backward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
-    const auto offset = float(read<double>(in));
+    const auto offset = read<double>(in);
     const auto rebuilt_type = read<int64_t>(in), weight_type = read<int64_t>(in);
     const Array dy = Array::from(in), x = Array::from(in), rstd = Array::from(in), weight = Array::from(in),
                 dh = Array::from(in);

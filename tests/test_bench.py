@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rmsnorm import _timing
+from rmsnorm import _timing, peers
 from rmsnorm.cli import bench, main
-from rmsnorm.cli.bench import model, peers
+from rmsnorm.cli.bench import model
 from rmsnorm.cli.bench.contestants import Norm, make_call
 from rmsnorm.cli.bench.judging import find_error
 from rmsnorm.cli.bench.measure import CONTESTANTS, Result
@@ -198,6 +198,11 @@ def test_peers_that_are_not_installed_are_missing(monkeypatch, capsys):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda n: None if n == "zentorch" else find_spec(n))
     assert main([*SMALL, "--contestants", "zentorch", "--what", "add"]) == 0
     assert "not timed: zentorch: not installed" in capsys.readouterr().out
+
+
+def test_a_peer_without_its_operators_says_which_file_is_missing():
+    with pytest.raises(peers.Unavailable, match="this installation has no nothing"):
+        peers.Peer("torch", ("torch",), library="nothing.so").load("cpu")
 
 
 @pytest.mark.parametrize("text", ["decode", "llama3-8b", "qk-norm", "all", "16x32"])

@@ -6,7 +6,12 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-FILES = ("functional", "gradients", "module", "bad_input")
+FILES = (
+    *("functional", "dtypes", "values", "layout", "out"),
+    *("gradients", "autograd_engine", "derivatives", "memory_efficient"),
+    *("module", "module_state", "module_in_models"),
+    *("bad_input", "bad_options", "unusual_tensors"),
+)
 # Here the reference would be compared with itself, at length.
 NOT_AGAIN = (
     "every_pair_of_dtypes",

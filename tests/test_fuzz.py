@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rmsnorm import RMSNorm, add_rms_norm, reference, rms_norm
-from tests.bits import difference
+from tests.bits import same
 from tests.expected import DTYPES, gradients, normalized
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -18,10 +18,6 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def fuzzed(examples):
     """The same examples on every run in CI; new ones at every desk."""
     return settings(max_examples=examples, deadline=None, database=None, derandomize="CI" in os.environ)
-
-
-def same(actual, expected):
-    assert (found := difference(actual, expected)) is None, found
 
 
 def values(count, dtype, seed, kind):

@@ -9,16 +9,12 @@ from torch.library import opcheck
 
 import rmsnorm
 from rmsnorm import GatedRMSNorm, RMSNorm, gated_rms_norm, rms_norm
-from tests.bits import difference
+from tests.bits import same
 from tests.rows import DTYPES, all_rows, generator, random_rows
 
 ops = torch.ops.rmsnorm
 # The norm before the gate, after it, and without one.
 KINDS = ("last", "first", "none")
-
-
-def same(actual, expected):
-    assert (found := difference(actual, expected)) is None, found
 
 
 def tensors(kind, dtype=torch.float32, rows=5):

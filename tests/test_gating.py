@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rmsnorm import GatedRMSNorm, RMSNorm, gated_reference, gated_rms_norm, rms_norm
-from tests.bits import difference
+from tests.bits import same
 from tests.wild.exact import norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -16,10 +16,6 @@ FORMS = list(product(("silu", "sigmoid"), (True, False), (None, 16)))
 
 def tensor(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def same(actual, expected):
-    assert (found := difference(actual, expected)) is None, found
 
 
 def exact(x, z, weight, activation, norm_before_gate, group, eps=1e-6, offset=0.0):

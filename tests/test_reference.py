@@ -51,6 +51,23 @@ def test_zeros_of_y_have_the_sign_of_x_times_that_of_the_weight():
     assert forward(x, weight, offset=1.0)[0].signbit().tolist() == [False, True, False, True]
 
 
+def test_any_offset_but_zero_is_added_even_if_it_is_zero_in_float32():
+    weight = torch.tensor([-0.0])
+    for offset, negative in ((0.0, True), (-0.0, True), (1e-300, False), (-1e-300, True)):
+        assert forward(torch.ones(1), weight, offset=offset)[0].signbit().item() == negative, offset
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-300, 1e-6, 1e30, 1e60, 1e69, 1e76, 1e150, 1e300])
+def test_a_row_of_zeros_leaves_eps(eps):
+    for dtype in (*DTYPES, torch.float64):
+        _, rstd = forward(torch.zeros(3, 7, dtype=dtype), eps=eps)
+        expected = torch.tensor(1 / math.sqrt(eps) if eps else math.inf, dtype=rstd.dtype)
+        assert rstd.eq(expected).all(), (dtype, rstd)
+        _, rstd = forward(torch.full((1, 7), 2.0**-14, dtype=dtype), eps=eps)
+        variance = Fraction(2) ** -28 + Fraction(eps)
+        assert abs(Fraction(rstd.item()) ** 2 * variance - 1) <= Fraction(2) ** -22 or rstd.item() < 2.0**-126
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_kind_of_finite_row_keeps_the_bound(width, dtype):

@@ -22,7 +22,7 @@ def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, 
     x_hat = wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps)
     x_hat = reference.round_x_hat(x_hat, x, weight, rounding)
     if weight is not None:
-        x_hat = x_hat * (weight.to(compute) + weight_offset)
+        x_hat = x_hat * reference._gain(weight, weight_offset, compute)
     return x_hat.to(reference.result_dtype(x, weight, rounding))
 
 
@@ -48,7 +48,7 @@ def backward(
     wide, g = x.to(compute), dy.to(compute)
     rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     x_hat = wide * rstd
-    u = g if weight is None else g * (weight.to(compute) + weight_offset)
+    u = g if weight is None else g * reference._gain(weight, weight_offset, compute)
     dx = rstd * (u - x_hat * (u * x_hat).mean(-1, keepdim=True))
     if dh is not None:
         dx = dx + dh.to(compute)
@@ -80,7 +80,7 @@ def gated_forward(
     y = (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)).flatten(-2)
     y = reference.round_x_hat(y, x, weight, rounding)
     if weight is not None:
-        y = y * (weight.to(compute) + weight_offset)
+        y = y * reference._gain(weight, weight_offset, compute)
     if act is not None and norm_before_gate:
         if rounding != "once":
             y = y.to(reference.result_dtype(x, weight, rounding)).to(compute)

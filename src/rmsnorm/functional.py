@@ -20,12 +20,11 @@ _direct, _on_gpu = operators.direct, operators.gpu
 # Function.apply, less what it does for functorch, which does not come this way.
 _train = super(torch.autograd.Function, autograd.RMSNorm).apply
 _add_train = super(torch.autograd.Function, autograd.AddRMSNorm).apply
-_compiling = torch.compiler.is_compiling
 _functorch_active = torch._C._are_functorch_transforms_active
 _forward_mode = torch.autograd.forward_ad
+_straight = routing.straight
 _grad_enabled = torch.is_grad_enabled
 _count_change = torch.autograd.graph.increment_version  # the operator does not: see autograd's check of what it saved
-_FLOAT64 = torch.float64
 
 
 def rms_norm(
@@ -75,18 +74,7 @@ def rms_norm(
     # What is common goes first and straight: at small sizes these tests are a third of the call. What the operator will
     # not take (its own checks guard memory), and what reads oddly here, is handled or refused with its reason below.
     try:
-        if (
-            type(x) is Tensor
-            and type(eps) is float
-            and type(weight_offset) is float
-            and normalized_shape is None
-            and group_size is None
-            and x.dtype is not _FLOAT64
-            and (weight is None or (weight.dim() == 1 and weight.dtype is not _FLOAT64))
-            and not _functorch_active()
-            and _forward_mode._current_level < 0
-            and not _compiling()
-        ):
+        if normalized_shape is None and group_size is None and _straight(x, weight, eps, weight_offset):
             wanted = _grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
             if out is not None:
                 if out.device == x.device and not (wanted or (_grad_enabled() and out.requires_grad) or out.is_neg()):
@@ -142,23 +130,18 @@ def add_rms_norm(
     Raises:
         ValueError, TypeError: as `rms_norm`; and for a residual that does not match x.
     """
-    try:
-        if (
-            type(x) is type(residual) is Tensor
-            and type(eps) is float
-            and type(weight_offset) is float
-            and x.dtype is not _FLOAT64
-            and (weight is None or (weight.dim() == 1 and weight.dtype is not _FLOAT64))
-            and not _functorch_active()
-            and _forward_mode._current_level < 0
-            and not _compiling()
-        ):
+    try:  # as in rms_norm
+        if type(residual) is Tensor and _straight(x, weight, eps, weight_offset):
             if _grad_enabled() and (
                 x.requires_grad or residual.requires_grad or (weight is not None and weight.requires_grad)
             ):
                 return _add_train(x, residual, weight, eps, weight_offset, _CODES[rounding])  # type: ignore[no-any-return]
             add_forward = (_on_gpu if x.is_cuda else _direct).add_forward
-            return add_forward(x, residual, weight, eps, weight_offset, _CODES[rounding])[:2]  # type: ignore[no-any-return]
+            if weight_offset == 0.0 and rounding == "once":
+                y, h, _ = add_forward(x, residual, weight, eps)
+            else:
+                y, h, _ = add_forward(x, residual, weight, eps, weight_offset, _CODES[rounding])
+            return y, h
     except (AttributeError, KeyError, RuntimeError, TypeError):
         pass
     if residual is None:  # to `normalize` that is no residual

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from rmsnorm import formula, gated_reference, reference
-from rmsnorm._gated_ops import operators
+from rmsnorm import formula
+from rmsnorm._gated_ops import Options, named, operators
 from rmsnorm.autograd import is_batched
 
-Options = tuple[float, float, int, int, int, bool]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 _NO_OPTIONS = (None,) * 6
 
@@ -83,18 +82,7 @@ def _shape(options: Options) -> tuple[float, int, int, bool]:
 
 def formula_of(x: Tensor, gate: Tensor | None, weight: Tensor | None, options: Options) -> Tensor:
     """y in ordinary differentiable operations."""
-    eps, weight_offset, rounding, group_size, activation, norm_before_gate = options
-    return formula.gated_forward(
-        x,
-        gate,
-        weight,
-        eps,
-        weight_offset,
-        reference.ROUNDINGS[rounding],
-        group_size,
-        gated_reference.ACTIVATIONS[activation],
-        norm_before_gate,
-    )
+    return formula.gated_forward(x, gate, weight, *named(options))
 
 
 def _of_formula(

@@ -15,9 +15,8 @@ _forward = operators.direct.gated_forward
 _train = super(torch.autograd.Function, gated_autograd.GatedRMSNorm).apply
 _compiling = torch.compiler.is_compiling
 _functorch_active = torch._C._are_functorch_transforms_active
-_forward_mode = torch.autograd.forward_ad
+_straight = routing.straight
 _grad_enabled = torch.is_grad_enabled
-_FLOAT64 = torch.float64
 
 
 def gated_rms_norm(
@@ -86,17 +85,10 @@ def direct(
     """What is common, straight to the operator, whose own checks guard memory; None for what needs another look."""
     try:
         if (
-            type(x) is Tensor
-            and (gate is None or type(gate) is Tensor)
-            and type(eps) is float
-            and type(weight_offset) is float
+            (gate is None or type(gate) is Tensor)
             and (group_size is None or type(group_size) is int)
             and type(norm_before_gate) is bool
-            and x.dtype is not _FLOAT64
-            and (weight is None or (weight.dim() == 1 and weight.dtype is not _FLOAT64))
-            and not _functorch_active()
-            and _forward_mode._current_level < 0
-            and not _compiling()
+            and _straight(x, weight, eps, weight_offset)
         ):
             cols = x.shape[-1] if group_size is None else group_size
             options = (eps, weight_offset, _ROUNDING_CODES[rounding], cols, activation, norm_before_gate)

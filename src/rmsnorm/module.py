@@ -122,18 +122,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Y of x's shape (*, dim); with a residual of that shape, y and h = x + residual."""
-        if self.group_size is not None and residual is not None:
-            checks.check_residual(x, residual)
-            total = x + residual
-            return functional.rms_norm(
-                total,
-                self.weight,
-                self.eps,
-                weight_offset=self.weight_offset,
-                rounding=self.rounding,
-                group_size=self.group_size,
-            ), total
-        weight = self.weight  # a look-up of some tenths of a microsecond
+        weight = self.weight  # once: a module looks long for its parameters
         if residual is None and not self.memory_efficient:
             return functional.rms_norm(
                 x,
@@ -144,7 +133,18 @@ class RMSNorm(nn.Module):
                 normalized_shape=self.normalized_shape if weight is None else None,
                 group_size=self.group_size,
             )
-        if residual is not None and weight is not None and not self.memory_efficient:
+        if residual is not None and self.group_size is not None:
+            checks.check_residual(x, residual)
+            total = x + residual
+            return functional.rms_norm(
+                total,
+                weight,
+                self.eps,
+                weight_offset=self.weight_offset,
+                rounding=self.rounding,
+                group_size=self.group_size,
+            ), total
+        if residual is not None and weight is not None:
             return functional.add_rms_norm(
                 x, residual, weight, self.eps, weight_offset=self.weight_offset, rounding=self.rounding
             )

@@ -149,14 +149,19 @@ def _gain(weight: Tensor, weight_offset: float, compute: torch.dtype) -> Tensor:
 
 
 def _inverse_rms(x: Tensor, eps: float, row: Row = WHOLE) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps), scaled by the row's own power of two so that nothing leaves float64's range."""
+    """1 / sqrt(mean(x^2) + eps), scaled by powers of two so that nothing leaves float64's range.
+
+    The sum by the row's own, whose square its quantum goes with; mean and eps by that of the larger of the two.
+    """
     wide = x.double()
     (largest,) = row.largest(wide)
     exponent = _exponent(largest)
     scaled = wide * _power_of_two(-exponent)
     total = _fixed_sum(scaled * scaled, row, two_quanta=x.dtype == torch.float64)
-    variance = total * (1.0 / row.length(x)) + eps * _power_of_two(-exponent) * _power_of_two(-exponent)
-    rstd = _ieee_rsqrt(variance) * _power_of_two(-exponent)
+    common = torch.maximum(exponent, (_exponent(torch.full_like(largest, abs(eps))) + 1) // 2)
+    mean = total * (1.0 / row.length(x)) * _power_of_two(exponent - common) * _power_of_two(exponent - common)
+    variance = mean + eps * _power_of_two(-common) * _power_of_two(-common)
+    rstd = _ieee_rsqrt(variance) * _power_of_two(-common)
     # An infinite or NaN row has no quantum: S = m * m, and rstd is 0 or NaN.
     rstd = torch.where(largest.isfinite(), rstd, _ieee_rsqrt(largest * largest))
     return rstd.to(compute_dtype(x))

@@ -17,7 +17,9 @@ from torch.nested import nested_tensor_from_jagged
 from rmsnorm import autograd, formula, reference, transforms
 from rmsnorm._ops import operators
 
+_compiling = torch.compiler.is_compiling
 _functorch_active = torch._C._are_functorch_transforms_active
+_FLOAT64 = torch.float64
 _compile_as = "kernels"
 
 
@@ -32,6 +34,20 @@ def compile_as(way: str) -> None:
     if way not in ("kernels", "formula"):
         raise ValueError(f"way must be 'kernels' or 'formula', got {way!r}")
     _compile_as = way
+
+
+def straight(x: Tensor, weight: Tensor | None, eps: float | None, weight_offset: float) -> bool:
+    """Whether a call may go to the operator, or the `autograd.Function` around it, with no check but the operator's."""
+    return (
+        type(x) is Tensor
+        and type(eps) is float
+        and type(weight_offset) is float
+        and x.dtype is not _FLOAT64
+        and (weight is None or (weight.dim() == 1 and weight.dtype is not _FLOAT64))
+        and not _functorch_active()
+        and forward_ad._current_level < 0
+        and not _compiling()
+    )
 
 
 def normalize_rows(

@@ -120,7 +120,9 @@ def roundings():
         x = all_rows(width, x_dtype, seed=width)
         yield normalize(x, plain_weight(width, w_dtype), rounding=rounding)
         yield normalize(x, plain_weight(width, w_dtype), offset=0.1, rounding=rounding)
-    for width, dtype, eps in product((7, 33, 130), DTYPES, (0.0, 1e-300, 1e-12, 1e-5, 3.0, 1e30, 1e300)):
+        if w_dtype is not None:  # what is zero in float32 alone is added to the weight's -0
+            yield normalize(x, special_weight(width, w_dtype), offset=1e-300 * (-1) ** rounding, rounding=rounding)
+    for width, dtype, eps in product((7, 33, 130), DTYPES, (0.0, 1e-300, 1e-12, 1e-5, 3.0, 1e30, 1e69, 1e80, 1e300)):
         yield normalize(all_rows(width, dtype, seed=width + 2), plain_weight(width, dtype), eps=eps)
     for width, x_dtype, dy_dtype, w_dtype in product((5, 130), DTYPES, DTYPES, WEIGHTS):
         x, dy = finite_rows(width, x_dtype, seed=width), random_rows(16, width, dy_dtype, seed=width)

@@ -35,11 +35,10 @@ LARGEST_IMAGE = 1024
 GRADIENT_TOLERANCE = 1e-4
 # Of float32, in the mean over all elements: errors of products cancel, those of three operations in rstd partly.
 SYSTEMATIC = 2.0
-# Magnitudes of the rows. float32 alone shows eps at work, and clamps: 16-bit squares of such rows would underflow or
-# overflow in modules that take them.
+# Magnitudes of the rows. float32 alone shows eps at work: 16-bit squares of such rows would underflow in modules that
+# take them.
 _SCALES = (0.25, 1.0, 4.0)
 _SCALES_BESIDE_EPS = (0.3, 1.0, 3.0)
-_SCALE_BEYOND_CLAMPS = 2.0**30
 _OUTLIER = 16.0
 
 
@@ -123,7 +122,7 @@ def _sample(
         # Below, a row of data would have to be all but zero, where forms that clamp the norm instead of adding eps
         # differ.
         low = max(form.eps or torch.finfo(torch.float32).eps, SMALLEST_EPS) ** 0.5
-        scales = [*scales, *(factor * low for factor in _SCALES_BESIDE_EPS), _SCALE_BEYOND_CLAMPS]
+        scales = [*scales, *(factor * low for factor in _SCALES_BESIDE_EPS)]
     x = torch.randn(len(scales), rows, *shape, generator=generator)
     x.view(*x.shape[:2], -1)[0, 0, 1] *= _OUTLIER
     x *= torch.tensor(scales).view(-1, 1, *(1 for _ in shape))

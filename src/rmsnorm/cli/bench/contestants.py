@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch._functorch.config
@@ -13,10 +14,7 @@ from torch import Tensor
 import rmsnorm
 from rmsnorm.cli.bench.shapes import Case
 from rmsnorm.cli.bench.tensors import EPS, Inputs
-
-
-class Unavailable(Exception):
-    """A contestant cannot run this case; its message says why."""
+from rmsnorm.peers import PEERS, Unavailable, onnx_session
 
 
 @dataclass(frozen=True)
@@ -81,6 +79,98 @@ def naive(case: Case, inputs: Inputs) -> Norm:
         return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
     return Norm(forward)
+
+
+# ---------------------------------------------------------------- of other packages
+
+
+def vllm(case: Case, inputs: Inputs) -> Norm:
+    ops = PEERS["vllm"].load(case.device)
+    out, h, y = (torch.empty_like(inputs.x) for _ in range(3))
+    if case.what == "add":
+        y.copy_(inputs.x)
+        h.copy_(inputs.residual)
+
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        ops.rms_norm(out, x, weight, EPS)
+        return out
+
+    def add(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        # In place, so that only the first call has the inputs of the others, which is the one that is checked.
+        ops.fused_add_rms_norm(y, h, weight, EPS)
+        return y, h
+
+    return Norm(forward, add, differentiable=False)
+
+
+def zentorch(case: Case, inputs: Inputs) -> Norm:
+    ops = PEERS["zentorch"].load(case.device)
+    h, y = inputs.residual.clone(), inputs.x.clone()
+
+    def add(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ops.zentorch_add_rms_norm_(y, weight, h, EPS)  # in place: as above
+        return y, h
+
+    return Norm(lambda x, weight: ops.zentorch_rms_norm(x, weight, EPS), add, differentiable=False)
+
+
+def onnxruntime(case: Case, inputs: Inputs) -> Norm:
+    options = PEERS["onnxruntime"].load(case.device).SessionOptions()
+    if case.dtype not in ("float32", "float16"):
+        raise Unavailable(f"no kernel for {case.dtype}")
+    options.intra_op_num_threads = case.threads
+    # Its idle threads would spin into the turn of the contestant that comes next.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    feeds = {"x": inputs.x, "residual": inputs.residual, "weight": inputs.weight}
+    if case.what != "add":
+        del feeds["residual"]
+    session = onnx_session({name: t.dtype for name, t in feeds.items()}, EPS, options)
+    outputs = {node.name: torch.empty_like(inputs.x) for node in session.get_outputs()}
+    binding, kind = session.io_binding(), inputs.x.numpy().dtype
+    for name, t in feeds.items():
+        binding.bind_input(name, "cpu", 0, kind, tuple(t.shape), t.data_ptr())
+    for name, t in outputs.items():
+        binding.bind_output(name, "cpu", 0, kind, tuple(t.shape), t.data_ptr())
+
+    def run(*tensors: Tensor) -> tuple[Any, ...]:
+        session.run_with_iobinding(binding)
+        return tuple(outputs.values())
+
+    return Norm(lambda *tensors: run()[0], run, differentiable=False)
+
+
+def liger(case: Case, inputs: Inputs) -> Norm:
+    functions = PEERS["liger"].load(case.device)
+    # In place it would write dx over dy.
+    options = {"offset": 0.0, "casting_mode": "llama", "in_place": False}
+    return Norm(
+        lambda x, weight: functions.liger_rms_norm(x, weight, EPS, **options),
+        lambda x, residual, weight: functions.liger_fused_add_rms_norm(x, residual, weight, EPS, **options),
+    )
+
+
+def quack(case: Case, inputs: Inputs) -> Norm:
+    function = PEERS["quack"].load(case.device).rmsnorm
+    return Norm(
+        lambda x, weight: function(x, weight, eps=EPS),
+        lambda x, residual, weight: function(x, weight, residual=residual, eps=EPS, prenorm=True),
+    )
+
+
+def flash_attn(case: Case, inputs: Inputs) -> Norm:
+    function = PEERS["flash-attn"].load(case.device).rms_norm_fn
+    return Norm(
+        lambda x, weight: function(x, weight, None, eps=EPS),
+        lambda x, residual, weight: function(x, weight, None, residual=residual, eps=EPS, prenorm=True),
+    )
+
+
+def apex(case: Case, inputs: Inputs) -> Norm:
+    function = PEERS["apex"].load(case.device).fused_rms_norm_affine
+    return Norm(lambda x, weight: function(x, weight, x.shape[-1:], EPS))
+
+
+# ---------------------------------------------------------------- what is timed
 
 
 def make_call(case: Case, inputs: Inputs, norm: Norm) -> Callable[[], tuple[Tensor, ...]]:

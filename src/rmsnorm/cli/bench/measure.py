@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from rmsnorm._timing import REST, Timing, make_evict, race
-from rmsnorm.cli.bench import contestants, peers
-from rmsnorm.cli.bench.contestants import Maker, Unavailable, make_call
+from rmsnorm.cli.bench import contestants
+from rmsnorm.cli.bench.contestants import Maker, make_call
 from rmsnorm.cli.bench.judging import find_error
 from rmsnorm.cli.bench.shapes import Case, Shape
 from rmsnorm.cli.bench.tensors import Inputs
 from rmsnorm.cli.progress import Step
+from rmsnorm.peers import Unavailable
 
 COPY = "copy"
 OURS, OURS_OUT = "rmsnorm", "rmsnorm out="
@@ -25,7 +26,13 @@ CONTESTANTS: dict[str, Maker] = {
     "torch.compile": contestants.compiled,
     "F.layer_norm": contestants.layer_norm,
     "naive": contestants.naive,
-    **peers.MAKERS,
+    "vllm": contestants.vllm,
+    "zentorch": contestants.zentorch,
+    "onnxruntime": contestants.onnxruntime,
+    "liger": contestants.liger,
+    "quack": contestants.quack,
+    "flash-attn": contestants.flash_attn,
+    "apex": contestants.apex,
 }
 CACHES = ("warm", "cold")
 

@@ -14,6 +14,7 @@ import torch
 from rmsnorm.cli.requirements import is_installed
 from rmsnorm.conformance import CHECKS, Check, Result, Score, Subject, named, suite
 from rmsnorm.conformance.verdicts import FAIL, NOT_APPLICABLE, NOT_PROMISED, NOT_RUN, PASS
+from rmsnorm.peers import PEERS
 
 STYLES = {PASS: "green", FAIL: "bold red", NOT_PROMISED: "yellow", NOT_APPLICABLE: "dim", NOT_RUN: "dim"}
 EXTRAS = "Extras, which only some libraries promise; not scored unless promised"
@@ -144,7 +145,7 @@ def show_list() -> None:
         print()
     print("Names\n-----")
     for name, entry in named.NAMES.items():
-        print(_entry(name, f"{entry.what}{'' if named.installed(name) else ' (not installed)'}", names))
+        print(_entry(name, f"{entry.what}{' (not installed)' if PEERS[entry.peer].missing() else ''}", names))
 
 
 def _entry(name: str, text: str, width: int) -> str:
