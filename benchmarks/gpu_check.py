@@ -93,15 +93,19 @@ def calls(width: int, dtype: torch.dtype, dry: bool) -> Iterator[tuple[str, tupl
         rstd = torch.ops.rmsnorm.forward_train(x, weight, 1e-6, 1.0, 0)[1]
         dy = random_rows(rows, width, dtype, seed=width)
         yield "backward", (dy, x, rstd, weight, 1.0, dy.roll(1, 0), None, True, True)
+    gate = (3 * dy).to(dtype)
+    for number, groups in enumerate(n for n in ((2,) if dry else (1, 2, 5)) if width % n == 0):
+        options = width // groups, number % 2, (width + number) % 2 == 0
+        yield "gated_forward_train", (x, gate, weight, 1e-6, 1.0, width % 3, *options)
+        rstd = torch.ops.rmsnorm.gated_forward_train(x, gate, weight, 1e-6, 1.0, 0, *options)[1]
+        yield "gated_backward", (dy, x, gate, rstd, weight, 1.0, *options, True, True, True)
 
 
 def unequal(device: torch.device, op: str, arguments: tuple[Any, ...], expected: Any = None) -> list[str]:
     """What differs between the GPU and the CPU."""
-    from rmsnorm.gpu import operators
-
     if expected is None:
         expected = getattr(torch.ops.rmsnorm, op)(*arguments)
-    found = getattr(operators, op)(*to(device, arguments))
+    found = gpu.implementation(op)(*to(device, arguments))
     wrong = (difference(f.cpu(), e) for f, e in zip(found, expected, strict=True))
     return [text for text in wrong if text is not None]
 
@@ -163,7 +167,8 @@ def check_bits(report: Report, device: torch.device, dry: bool) -> None:
         if report.past(BITS_UNTIL):
             report.line("bits", skipped=f"from {FORMS[form]} {width} on, for lack of time")
             break
-        configurations.form = lambda target, cols, form=form: form
+        # Of groups of up to 32 columns SINGLE cannot take the sums.
+        configurations.form = lambda target, cols, gate=False, form=form: form if cols > 32 else min(form, 1)
         forget()
         number = 0
         for dtype in DTYPES:

@@ -76,7 +76,7 @@ def pretend() -> None:
     global library  # which keeps the registrations
     library = torch.library.Library("rmsnorm", "IMPL")
     with warnings.catch_warnings(action="ignore"):  # that there are operators for the CPU
-        for name in gpu.NAMES:
+        for name in gpu.OPERATORS["operators"]:
             library.impl(name, gpu._imported_when_called(name), "CPU", allow_override=True)
     _ops.operators.direct = functional._direct = plans.replaying(_ops.operators.direct)
 

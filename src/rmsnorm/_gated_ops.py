@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rmsnorm import checks, gated_reference, reference
-from rmsnorm._ops import Operators, check, laid_out_like, like
+from rmsnorm import checks, gated_reference, gpu, reference
+from rmsnorm._ops import Operators, _library, check, laid_out_like, like
 
 _SCHEMAS = """
 gated_forward(Tensor x, Tensor? gate, Tensor? weight, float eps, float weight_offset, int rounding, int group_size, int activation, bool norm_before_gate) -> Tensor
@@ -107,3 +107,5 @@ operators = Operators(
         "gated_backward": (gated_backward, _fake_gated_backward),
     },
 )
+if gpu.missing() is None:
+    gpu.register(_library, "gated_operators")

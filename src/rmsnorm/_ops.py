@@ -231,7 +231,7 @@ class Operators:
 
 operators = Operators(_SCHEMAS, _IMPLEMENTATIONS)
 if gpu.missing() is None:
-    gpu.register(_library)
+    gpu.register(_library, "operators")
     operators.gpu = plans.replaying(operators.direct)
 direct = operators.direct
 

@@ -16,7 +16,18 @@ from rmsnorm.gpu import kernels
 from rmsnorm.gpu.kernels import fixed_sum
 from rmsnorm.gpu.launching import Kernel
 from tests.gpu import compiled
-from tests.gpu.compiled import BRAIN, DTYPES, OPERATORS, SINGLE, TARGETS, WIDTHS, compile_all, faults
+from tests.gpu.compiled import (
+    BRAIN,
+    DTYPES,
+    GATED,
+    GATED_WIDTHS,
+    OPERATORS,
+    SINGLE,
+    TARGETS,
+    WIDTHS,
+    compile_all,
+    faults,
+)
 
 
 def calls():
@@ -24,12 +35,15 @@ def calls():
     for number, (target, op, cols) in enumerate(product(TARGETS, OPERATORS, WIDTHS)):
         if "row" not in op or cols in (64, 1024, 2880, 12288):
             yield target, op, *DTYPES[number % 3], cols
+    for number, (target, op, cols) in enumerate(product(TARGETS, GATED, GATED_WIDTHS)):
+        if not op.startswith("groups") or cols in (128, 768, 4096, 12288):
+            yield target, op, *DTYPES[(number + number // len(GATED_WIDTHS)) % 3], cols
 
 
 def check(part, parts):
-    found, number = [], 0
+    found, number, known = [], 0, set()
     for call in list(calls())[part::parts]:
-        for code in compile_all(*call):
+        for code in compile_all(*call, known=known):
             number += 1
             found += faults(code)[0]
     return {"faults": found, "kernels": number}
@@ -42,8 +56,8 @@ HOPPER, OLD, AMD = TARGETS[1], TARGETS[0], TARGETS[-1]
 
 def planted():
     """Every assertion is shown to bite."""
-    plain = compile_all(HOPPER, "backward", BRAIN, BRAIN, 4096) + compile_all(AMD, "backward", BRAIN, BRAIN, 4096)
-    yield "none", plain
+    plain = ((target, op) for target in (HOPPER, AMD) for op in ("backward", "gate first", "gate first backward"))
+    yield "none", [code for call in plain for code in compile_all(*call, BRAIN, BRAIN, 4096)]
     yield "fusion on", compile_all(HOPPER, "backward", BRAIN, BRAIN, 4096, options={"enable_fp_fusion": True})
     yield "fusion on, AMD", compile_all(AMD, "backward", BRAIN, BRAIN, 4096, options={"enable_fp_fusion": True})
     unaligned = {"change": lambda kernel, aligned: (kernel, False)}
@@ -68,13 +82,34 @@ def planted():
         ),
         ("a sum to nearest", HOPPER, "dx", "fixed_sum", "fma.rz.f64", "fma.rn.f64"),
         ("flushed subnormals", TARGETS[3], "dx", "fixed_sum", "fma.rz.f32", "fma.rz.ftz.f32"),
+        (
+            *("a library's exponential", OLD, "gate last", "gate"),
+            *("(e / ((p - q) + e)).to(tl.float32)", "tl.sigmoid(z)"),
+        ),
+        (
+            *("a library's exponential, AMD", AMD, "gate last backward", "gate"),
+            *("(e / ((p - q) + e)).to(tl.float32)", "tl.sigmoid(z)"),
+        ),
+        (
+            *("32-bit offset, gated", HOPPER, "gate last", "values"),
+            *("offset = row * inner_stride", "offset = row.to(tl.int32) * inner_stride.to(tl.int32)"),
+        ),
     ):
         if old != new:
             with Mutant(file, old, new) as change:
                 yield name, compile_all(target, op, BRAIN, BRAIN, 4096, change)
-    whole, compiled.configurations._BACKWARD = compiled.configurations._BACKWARD, ((8192, 4),)
-    yield "too few warps", compile_all(HOPPER, "backward", BRAIN, BRAIN, 8192)
-    compiled.configurations._BACKWARD = whole
+    fused = {"options": {"enable_fp_fusion": True}}
+    yield "fusion on, gated", compile_all(HOPPER, "gate first", BRAIN, BRAIN, 4096, **fused)
+    yield "fusion on, gated, AMD", compile_all(AMD, "gate first", BRAIN, BRAIN, 4096, **fused)
+    yield "alignment dropped, gated", compile_all(HOPPER, "gate first backward", BRAIN, BRAIN, 4096, **unaligned)
+    for name, op, table in (
+        ("too few warps", "backward", "_BACKWARD"),
+        ("too few warps, gated", "gate first backward", "_GATED_BACKWARD"),
+    ):
+        whole = getattr(compiled.configurations, table)
+        setattr(compiled.configurations, table, ((8192, 4),))
+        yield name, compile_all(HOPPER, op, BRAIN, BRAIN, 8192)
+        setattr(compiled.configurations, table, whole)
 
 
 def foreign():

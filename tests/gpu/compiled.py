@@ -13,7 +13,7 @@ import torch
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 
-from rmsnorm.gpu import configurations, launching, operators, plans
+from rmsnorm.gpu import configurations, gated_forward, gated_operators, launching, operators, plans
 from rmsnorm.gpu.kernels import fixed_sum
 
 TARGETS = (
@@ -26,6 +26,10 @@ DTYPES = ((BRAIN, BRAIN), (SINGLE, SINGLE), (BRAIN, SINGLE))  # of x and of the 
 WIDTHS = (64, 128, 192, 512, 768, 1024, 2048, 2880, 4096, 5120, 8192, 12288, 16384, 65536)
 # Operators, and how many row tensors their largest kernel has.
 OPERATORS = ("forward", "add", "backward", "dx", "one row", "few rows")
+# The gate's activation and whether the norm comes before it; without a gate there are groups alone.
+GATES = {"gate first": (0, False), "gate last": (0, True), "groups": None}
+GATED = (*GATES, *(f"{op} backward" for op in GATES))
+GATED_WIDTHS = (128, 512, 768, 2048, 4096, 5120, 12288)
 BINARIES = Path(nvidia.__file__).parent / "bin"
 
 
@@ -64,20 +68,39 @@ def call(op, x_dtype, weight_dtype, cols):
     rstd = torch.empty(rows, 1)
     if op == "forward":
         operators.forward_train(x, weight, 1e-6)
+    elif op in GATED:
+        call_gated(op, x_dtype, weight_dtype, cols)
     elif op == "add":
         operators.add_forward(x, x, weight, 1e-6, 1.0, 1)
     else:
         operators.backward(x, x, rstd, weight, 1.0, x if op == "backward" else None, None, True, op != "dx")
 
 
+def call_gated(op, x_dtype, weight_dtype, cols):
+    """Two groups of `cols`."""
+    form, rows = GATES[op.removesuffix(" backward")], 64 * configurations.FUSED_LEAVES
+    x, weight = torch.empty(rows, 2 * cols, dtype=x_dtype), torch.empty(2 * cols, dtype=weight_dtype)
+    gate, options = None if form is None else x, (cols, *(form or (0, True)))
+    if op in GATES:
+        gated_operators.gated_forward_train(x, gate, weight, 1e-6, 1.0, 1, *options)
+    else:
+        rstd, needed = torch.empty(rows, 2), (True, form is not None, True)
+        gated_operators.gated_backward(x, x, gate, rstd, weight, 1.0, *options, *needed)
+
+
 def compile_all(
-    target, op, x_dtype, weight_dtype, cols, change=lambda kernel, aligned: (kernel, aligned), options=None
+    target, op, x_dtype, weight_dtype, cols, change=lambda kernel, aligned: (kernel, aligned), options=None, known=None
 ):
-    """The kernels of one call, as `Code`. Tests change what is compiled; they expect it to be found out."""
+    """The kernels of one call, as `Code`, but those in `known`. Tests change what is compiled, and expect it found."""
     found = []
 
     def compile_instead(kernel, device, grid, arguments, key, aligned, warps):
         changed, aligned = change(kernel, aligned)
+        if known is not None:
+            identity = target, warps, kernel.name, changed.source(arguments, aligned).hash()
+            if identity in known:
+                return lambda *tensors: None
+            known.add(identity)
         with messages() as said:
             compiled = compile_one(target, changed, arguments, aligned, warps, options or {})
         named = dict(zip(kernel.names, arguments, strict=True))
@@ -103,6 +126,7 @@ def compile_all(
     prepare, launching.prepare = launching.prepare, compile_instead
     launching._targets[None] = target
     plans.clear()
+    gated_forward.plan.cache_clear()
     try:
         call(op, x_dtype, weight_dtype, cols)
     finally:
@@ -189,19 +213,37 @@ def _facts_of_amd(code):
 
 # ---------------------------------------------------------------- what must hold
 
-_ROW_TENSORS = {"forward": 2, "forward_in_pieces": 2, "backward": 3, "slopes": 2, "columns": 2}
+_ROW_TENSORS = {  # the gate is one more
+    "forward": 2,
+    "forward_in_pieces": 2,
+    "backward": 3,
+    "slopes": 2,
+    "columns": 2,
+    "gated_forward": 2,
+    "gated_forward_in_pieces": 2,
+    "gated_backward": 2,
+    "gated_slopes": 2,
+}
+# Fused multiplications and additions that AMD's compiler makes of one division or square root of float64.
+_FUSED_IN_DIVISION, _FUSED_IN_ROOT = 5, 7
 
 
 def _narrow(code, found):
     """How many loads and stores may be narrow: numbers per row, and the weight where a program has several rows."""
     vectors = max(1, code.rows * code.block * code.x.itemsize // (16 * code.warps * code.target.warp_size))
+    per_row = (1 + vectors if code.rows > 1 else 1, 0)
+    per_column = (found["wide loads"], 0)  # of each row two vectors and up to two numbers, however often unrolled
     return {
         "forward": (1, vectors),
         "forward_in_pieces": (0, 1),
-        "backward": (1 + vectors if code.rows > 1 else 1, 0),
+        "backward": per_row,
         "slopes": (1, 1),
-        "columns": (found["wide loads"], 0),  # of each row two vectors and up to two numbers, however often unrolled
+        "columns": per_column,
         "fold": (0, 1),  # dweight in 16 bits
+        "gated_forward": (vectors if code.rows > 1 else 0, 1),
+        "gated_forward_in_pieces": (0, 1),
+        "gated_backward": per_column if code.form is None else per_row,
+        "gated_slopes": (1, 1),
     }[code.kernel]
 
 
@@ -222,7 +264,7 @@ def _faults(code, found):
         yield f"{found['sums']} instructions of the exact sums, expected {expected}"
     ttir = code.compiled.asm["ttir"]
     wide = len(re.findall(r"arith\.muli .*i64", ttir))
-    if wide < _ROW_TENSORS.get(code.kernel, 0):
+    if wide < _ROW_TENSORS.get(code.kernel, 0) + (code.op.startswith("gate") and code.kernel != "fold"):
         yield f"{wide} products of 64 bits: rows more than 2^31 elements away"
     # Where a leaf begins is the one shift of a number that is no tensor.
     shifts = set(re.findall(r"arith\.shrsi .* : (i\d+)", ttir))
@@ -239,7 +281,7 @@ def _faults(code, found):
             yield f"{n} contracted multiplications and additions"
         if n := ptx.count(".ftz"):
             yield f"{n} instructions that flush subnormals"
-        if n := len(re.findall(r"(?:div|sqrt|rcp|rsqrt)\.(?:approx|full)", ptx)):
+        if n := len(re.findall(r"(?:div|sqrt|rcp|rsqrt|ex2|lg2)\.(?:approx|full)", ptx)):
             yield f"{n} approximations"
 
 
@@ -257,5 +299,11 @@ def _faults_of_amd(code):
         yield f"the compiler says {code.messages[:200]!r}"
     if n := len(re.findall(r"v_(?:pk_)?(?:fma|fmac|mad|mac)\w*_f32", text)):
         yield f"{n} contracted multiplications and additions"
+    divisions, roots = text.count("v_div_fixup_f64"), text.count("v_rsq_f64")
+    fused = len(re.findall(r"v_(?:fma|fmac)_f64", text))
+    if n := fused - divisions * _FUSED_IN_DIVISION - roots * _FUSED_IN_ROOT:
+        yield f"{n} contracted multiplications and additions of float64"
+    if n := len(re.findall(r"v_(?:exp|log|rcp|rsq|sqrt)_f32", text)):
+        yield f"{n} approximations"
     if not all(mode in text for mode in ("float_denorm_mode_32 3", "float_denorm_mode_16_64 3")):
         yield "subnormals are flushed"

@@ -8,7 +8,7 @@ import torch
 
 import rmsnorm
 from rmsnorm import _ops, functional, gpu
-from rmsnorm.gpu import configurations, operators, plans
+from rmsnorm.gpu import configurations, gated_operators, operators, plans
 from tests.bits import difference
 from tests.gpu.cases import BRAIN, DTYPES, SINGLE, plain_weight
 from tests.rows import all_rows, random_rows
@@ -52,6 +52,18 @@ def far_rows():
             found = operators.backward(dy, x, rstd, weight, 0.0, None, None, True, True)
             for f, e in zip(found, expected, strict=True):
                 yield from unequal(f"backward of far rows {width}", f, e)
+        for form in ((0, True), (1, False)):
+            options = width // 2, *form
+            rstd = ops.gated_forward_train(near, near, weight, 1e-6, 0.0, 0, *options)[1]
+            for x, gate in ((near, far), (far, near)):
+                y = gated_operators.gated_forward(x, gate, weight, 1e-6, 0.0, 0, *options)
+                yield from unequal(
+                    f"far gate {width}", y, ops.gated_forward(near, near, weight, 1e-6, 0.0, 0, *options)
+                )
+                rest = rstd, weight, 0.0, *options, True, True, True
+                found = gated_operators.gated_backward(x, gate, x, *rest)
+                for f, e in zip(found, ops.gated_backward(near, near, near, *rest), strict=True):
+                    yield from unequal(f"gated backward of far rows {width}", f, e)
         operators.forward_out(far, weight, 1e-6, far)
         yield from unequal(f"far rows {width}", far.clone(), ops.forward(near, weight, 1e-6))
 
@@ -71,7 +83,7 @@ def beyond_reach():
     """What grids cannot count is computed by the reference."""
     limits = configurations.MOST_COLS, configurations.MOST_ROWS
     configurations.MOST_COLS, configurations.MOST_ROWS = 100, 8
-    for shape in ((3, 130), (9, 50)):
+    for shape in ((3, 130), (9, 50), (2, 100)):
         for dtype in DTYPES:
             x, weight = random_rows(*shape, dtype, 1), plain_weight(shape[1], dtype)
             expected = ops.add_forward(x, x, weight, 1e-6)
@@ -83,6 +95,17 @@ def beyond_reach():
             rest = expected[2], weight, 0.0, None, None, True, True
             for f, e in zip(operators.backward(x, x, *rest), ops.backward(x, x, *rest), strict=True):
                 yield from unequal(f"backward beyond reach {shape}", f, e)
+            options = shape[1] // 10, 0, True  # ten groups of a row count as rows
+            expected = ops.gated_forward_train(x, x, weight, 1e-6, 0.0, 0, *options)
+            for f, e in zip(
+                gated_operators.gated_forward_train(x, x, weight, 1e-6, 0.0, 0, *options), expected, strict=True
+            ):
+                yield from unequal(f"gated beyond reach {shape}", f, e)
+            rest = expected[1], weight, 0.0, *options, True, True, True
+            for f, e in zip(
+                gated_operators.gated_backward(x, x, x, *rest), ops.gated_backward(x, x, x, *rest), strict=True
+            ):
+                yield from unequal(f"gated backward beyond reach {shape}", f, e)
     configurations.MOST_COLS, configurations.MOST_ROWS = limits
 
 
@@ -118,7 +141,36 @@ def refusals():
         (x, x, rstd, weight, None, torch.float64),
         (x, x, rstd, weight, None, torch.int32),
     ]
+    gated = [  # gate, weight, rounding, group_size, activation
+        (torch.ones(2, 3), weight, 0, 4, 0),
+        (torch.ones(1, 4), weight, 0, 4, 0),
+        (x.bfloat16(), weight, 0, 4, 0),
+        (x.to("meta"), weight, 0, 4, 0),
+        (x, torch.ones(2), 0, 2, 0),
+        (x, weight, 3, 4, 0),
+        (x, weight, 0, 3, 0),
+        (x, weight, 0, 0, 0),
+        (x, weight, 0, -4, 0),
+        (x, weight, 0, 8, 0),
+        (x, weight, 0, 4, 2),
+        (x, weight, 0, 4, -1),
+    ]
+    gated_backward = [  # dy, gate, rstd, group_size, norm_before_gate, need_dgate
+        (torch.ones(2, 3), x, rstd, 4, True, True),
+        (x.bfloat16(), x, rstd, 4, True, True),
+        (x.double(), x, rstd, 4, False, True),
+        (x, x, rstd, 2, True, True),
+        (x, x, rstd.double(), 4, True, True),
+        (x, torch.ones(4), rstd, 4, True, True),
+        (x, None, rstd, 4, True, True),
+    ]
     calls = [
+        *((gated_operators.gated_forward, (x, g, w, 1e-6, 0.0, *rest, True)) for g, w, *rest in gated),
+        *(
+            (gated_operators.gated_backward, (dy, x, gate, r, weight, 0.0, size, 0, first, True, need, True))
+            for dy, gate, r, size, first, need in gated_backward
+        ),
+        (gated_operators.gated_forward, (x, x, weight, float("nan"), 0.0, 0, 4, 0, True)),
         *((operators.forward, a) for a in forward),
         *((operators.add_forward, (*a, None, 1e-6)) for a in add),
         *((operators.forward_out, (x, None, 1e-6, a)) for a in into),
@@ -137,8 +189,8 @@ def public_functions():
     expected = list(_everything())
     library = torch.library.Library("rmsnorm", "IMPL")
     with warnings.catch_warnings(action="ignore"):  # that there is one already
-        for name in gpu.NAMES:
-            library.impl(name, gpu._imported_when_called(name), "CPU", allow_override=True)
+        for module in gpu.OPERATORS:
+            gpu.register(library, module, "CPU", allow_override=True)
     direct = _ops.operators.direct
     for operators_of_cpu in (direct, plans.replaying(direct), plans.replaying(direct)):
         _ops.operators.direct = functional._direct = operators_of_cpu
@@ -217,3 +269,10 @@ def _everything():
         found = torch.autograd.grad(traced(x, weight), (x, weight), dy)
         yield from zip(("dx compiled", "dweight compiled"), found, strict=True)
         torch._dynamo.reset()
+        for options in ({}, {"activation": "sigmoid", "norm_before_gate": False, "group_size": 65}):
+            y = rmsnorm.gated_rms_norm(x, residual, weight, **options)
+            yield "gated", y
+            found = torch.autograd.grad(y, (x, residual, weight), dy)
+            yield from zip(("dx gated", "dgate", "dweight gated"), found, strict=True)
+        y = rmsnorm.rms_norm(x, weight, group_size=26)
+        yield from zip(("dx grouped", "dweight grouped"), torch.autograd.grad(y, (x, weight), dy), strict=True)

@@ -16,9 +16,10 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import interpreter
 
-from rmsnorm.gpu import configurations, launching, operators, plans
+from rmsnorm import gpu
+from rmsnorm.gpu import configurations, gated_forward, launching, plans
 from tests.bits import difference
-from tests.gpu import cases, interpreter_checks
+from tests.gpu import cases, gated_cases, interpreter_checks
 
 # One for each form of the sums.
 TARGETS = {
@@ -26,8 +27,13 @@ TARGETS = {
     "double": GPUTarget("cuda", 90, 32),
     "single": GPUTarget("cuda", 120, 32),
 }
-RESULTS = {"forward_train": ("y", "rstd"), "add_forward": ("y", "h", "rstd"), "backward": ("dx", "dweight")}
-TABLES = "forward", "backward", "columns", "fold"
+RESULTS = {
+    "forward_train": ("y", "rstd"),
+    "add_forward": ("y", "h", "rstd"),
+    "backward": ("dx", "dweight"),
+    "gated_forward_train": ("y", "rstd"),
+    "gated_backward": ("dx", "dgate", "dweight"),
+}
 TALLEST, LARGEST = 1024, 1 << 18
 
 
@@ -41,9 +47,10 @@ def compare(form, op, arguments):
     """Every difference between a call interpreted and on the CPU, as text."""
     launching._targets[None] = TARGETS[form]
     plans.clear()
+    gated_forward.plan.cache_clear()
     expected = getattr(torch.ops.rmsnorm, op)(*arguments)
     before = [a.clone() for a in arguments if isinstance(a, torch.Tensor)]
-    found = getattr(operators, op)(*arguments)
+    found = gpu.implementation(op)(*arguments)
     call = f"{form} {op} " + ", ".join(describe(a) for a in arguments)
     for name, f, e in zip(RESULTS[op], found, expected, strict=True):
         if (wrong := difference(f, e)) is not None:
@@ -63,23 +70,25 @@ def describe(argument):
 
 def run(part, parts):
     """The groups in tall tiles, with every form, and those in the tiles that GPUs get, with one after another."""
-    report, number, shipped = {}, 0, [getattr(configurations, table) for table in TABLES]
-    for group, calls in {**cases.TALL, **cases.SHIPPED}.items():
-        if group in cases.TALL:
-            configurations.forward = configurations.backward = tall
-            configurations.columns = lambda itemsize, target: configurations.Tile(1, 8192, 1)
-            configurations.fold = lambda target: configurations.Tile(16, 8192, 1)
-        else:
-            for table, function in zip(TABLES, shipped, strict=True):
-                setattr(configurations, table, function)
+    report, number, shipped = {}, 0, vars(configurations).copy()
+    tiles = dict.fromkeys(("forward", "backward", "gated_forward", "gated_backward"), tall)
+    tiles["columns"] = lambda itemsize, target: configurations.Tile(1, 8192, 1)
+    tiles["fold"] = lambda target: configurations.Tile(16, 8192, 1)
+    everything = {**cases.TALL, **cases.SHIPPED, **gated_cases.TALL, **gated_cases.SHIPPED}
+    for group, calls in everything.items():
+        is_tall = group in cases.TALL or group in gated_cases.TALL
+        vars(configurations).update(tiles if is_tall else {name: shipped[name] for name in tiles})
         report[group] = []
         begin = time.process_time()
         for call in calls():
             number += 1
             if number % parts != part:
                 continue
-            forms = TARGETS if group in cases.TALL else [list(TARGETS)[number // parts % 3]]
-            for form, leaves in product(forms, (128,) if group in cases.TALL or call[0] != "backward" else (1, 128)):
+            turn = number // parts
+            forms = (
+                TARGETS if group in cases.TALL else [list(TARGETS)[(turn + turn // 3) % 3]]
+            )  # with any period of types
+            for form, leaves in product(forms, (128,) if is_tall or "backward" not in call[0] else (1, 128)):
                 configurations.FUSED_LEAVES = leaves  # 1: dx and dweight in one kernel of any number of rows
                 report[group] += compare(form, *call)
         print(f"{group}: {time.process_time() - begin:.1f} s", file=sys.stderr, flush=True)

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 
-from rmsnorm import _ops, gpu, reference
-from rmsnorm.gpu import launching, layout, operators, plans
+from rmsnorm import _gated_ops, _ops, gpu, reference
+from rmsnorm.gpu import gated_forward, gated_operators, launching, layout, operators, plans
 
 BRAIN, SINGLE = torch.bfloat16, torch.float32
 
@@ -72,6 +72,7 @@ def recording(target=("cuda", 90, 32)):
     launching._targets.clear()
     launching._compiled.clear()
     plans.clear()
+    gated_forward.plan.cache_clear()
     launching._targets[None] = GPUTarget(*target)
     launching._targets[1] = GPUTarget("cuda", 120, 32)
     try:
@@ -132,7 +133,7 @@ def keys():
     """What the dictionary gives for a call is what would have been compiled for it."""
     random.seed(1)
     with recording() as r:
-        for _ in range(2000):
+        for _ in range(3000):
             cols = random.choice((5, 64, 130, 1024, 4096, 9000, 40_000))
             rows = random.choice((1, 7, 64, 65, 64 * 128))
             dtypes = [random.choice((BRAIN, SINGLE, torch.float16)) for _ in range(3)]
@@ -142,7 +143,9 @@ def keys():
             w = random.choice((None, torch.empty(cols, dtype=dtypes[1])))
             offset, rounding = random.choice((0.0, 1.0)), random.randrange(3)
             dy, rstd = torch.empty(x.shape, dtype=dtypes[2]), torch.empty(*x.shape[:-1], 1)
-            if random.random() < 0.5:
+            if random.random() < 0.4:
+                gated(x, dy, w, offset, rounding)
+            elif random.random() < 0.5:
                 operators._normalize(
                     x, random.choice((None, x)), w, 1e-6, offset, rounding, None, random.random() < 0.5
                 )
@@ -153,6 +156,21 @@ def keys():
         yield from set(r.mistaken)
         if len(r.compiled) > 0.9 * len(r.launched) or len(r.compiled) < 100:
             yield f"{len(r.compiled)} compilations for {len(r.launched)} launches"
+
+
+def gated(x, dy, w, offset, rounding):
+    """A random call of a gated or grouped operator."""
+    cols, gate = x.shape[-1], random.choice((None, x))
+    options = cols // random.choice([n for n in (1, 2, 5) if cols % n == 0]), random.randrange(2), random.random() < 0.5
+    if random.random() < 0.5:
+        train = random.choice((gated_operators.gated_forward, gated_operators.gated_forward_train))
+        train(x, gate, w, 1e-6, offset, rounding, *options)
+    else:
+        rstd = torch.empty(*x.shape[:-1], cols // options[0])
+        need_dx, need_dgate, need_dweight = (random.random() < 0.6 for _ in range(3))
+        needed = need_dx, need_dgate and gate is not None, need_dweight
+        dy = dy.to(x.dtype) if gate is not None and options[2] else dy
+        gated_operators.gated_backward(dy, x, gate, rstd, w, offset, *options, *needed)
 
 
 def alignment():
@@ -197,6 +215,73 @@ def signatures():
             for name, kind in wanted.items():
                 if signature[name] != kind:
                     yield f"{op}: {name} is {signature[name]}, expected {kind}"
+
+
+def gated_signatures():
+    """The same of the gated operators: pointers and strides of each tensor, float64, 64-bit rows."""
+    x = x_of(64 * 128, 4096)
+    strides = {f"{name}_{part}" for name in ("x", "gate") for part in ("outer", "inner")}
+    with recording() as r:
+        gated_operators.gated_forward_train(x, x, None, 1e-6, 0.0, 0, 2048, 0, True)
+        rest = torch.empty(64 * 128, 2), None, 0.0, 2048, 0, False, True, True, True
+        gated_operators.gated_backward(x, x, x, *rest)
+        for name, _, source, _ in r.compiled[:2]:
+            wanted = {
+                "rows": "i64",
+                "groups": "i32",
+                "cols": "i32",
+                "reciprocal": "fp64",
+                "gate": "*bf16",
+                "rstd": "*fp32",
+            }
+            wanted |= {"weight": "constexpr", "offset": "constexpr", **dict.fromkeys(strides, "i64")}
+            wanted |= {"eps": "fp64"} if name == "gated_forward" else {"log_leaves": "i32", "dgate": "*bf16"}
+            for parameter, kind in wanted.items():
+                if source.signature[parameter] != kind:
+                    yield f"{name}: {parameter} is {source.signature[parameter]}, expected {kind}"
+        if [name for name, *_ in r.compiled] != ["gated_forward", "gated_backward", "fold"]:
+            yield f"compiled {[name for name, *_ in r.compiled]}"
+
+
+def gated_grids():
+    """A program for each group, and each piece of it, of all rows or leaves."""
+    for rows, cols, groups in (
+        (1, 8, 1),
+        (1000, 16, 3),
+        (5, 5000, 2),
+        (70_000, 128, 4),
+        (300, 9000, 2),
+        (9000, 2048, 4),
+    ):
+        for form in ((0, True), (1, False), None):
+            with recording() as r:
+                x = torch.empty(rows, cols * groups, dtype=BRAIN)
+                gate, options = None if form is None else x, (cols, *(form or (0, True)))
+                gated_operators.gated_forward(x, gate, None, 1e-6, 0.0, 0, *options)
+                rest = torch.empty(rows, groups), None, 0.0, *options, True, form is not None, True
+                gated_operators.gated_backward(x, x, gate, *rest)
+                for _, kernel, grid, given, _ in r.launched:
+                    if kernel.name == "fold":
+                        continue
+                    named = dict(zip(kernel.names, given, strict=True))
+                    pieces = named.get("pieces", 1)
+                    if "pieces" in named and not 0 <= pieces * named["BLOCK"] - cols < named["BLOCK"]:
+                        yield f"{rows} x {groups} x {cols}: {kernel.name} has {pieces} pieces"
+                    if "pieces" not in named and "ROWS" in named and named["BLOCK"] < cols:
+                        yield f"{rows} x {groups} x {cols}: {kernel.name} has tiles of {named['BLOCK']}"
+                    units = -(-rows // named.get("ROWS", 1))
+                    if named.get("partial") is not None:
+                        units = reference.leaves(rows)
+                        if 1 << named["log_leaves"] != units:
+                            yield f"{rows} x {groups} x {cols}: leaves of {named['log_leaves']} levels"
+                    if grid != (units * groups * pieces, 1, 1) or named["groups"] != groups or named["cols"] != cols:
+                        yield f"{rows} x {groups} x {cols}: {kernel.name} has {grid}"
+    with recording() as r:
+        x, rstd = torch.empty(0, 8), torch.empty(0, 2)
+        gated_operators.gated_forward(x, x, None, 1e-6, 0.0, 0, 4, 0, True)
+        gated_operators.gated_backward(x, x, x, rstd, None, 0.0, 4, 0, True, True, True, True)
+        if r.launched:
+            yield "launches for no rows"
 
 
 def grids():
@@ -321,7 +406,9 @@ def replays():
 
         return call
 
-    replaying = plans.replaying(SimpleNamespace(**{name: by_the_dispatcher(name) for name in gpu.NAMES}))
+    replaying = plans.replaying(
+        SimpleNamespace(**{name: by_the_dispatcher(name) for name in gpu.OPERATORS["operators"]})
+    )
     x, weight, rstd = x_of(64, 4096), torch.nn.Parameter(x_of(1, 4096)[0]), torch.empty(64, 1)
     calls = {
         "forward": (x, weight, 1e-6),
@@ -434,11 +521,13 @@ OTHERS = {
 def registration():
     """Where PyTorch has a GPU the operators are registered for it; nothing imports them before the first call."""
     library = torch.library.Library("rmsnorm", "IMPL")
-    gpu.register(library)
-    for name in gpu.NAMES:
+    for module in gpu.OPERATORS:
+        gpu.register(library, module)
+    fallbacks = {**_ops._IMPLEMENTATIONS, **vars(_gated_ops.operators.reference)}
+    for name in (name for names in gpu.OPERATORS.values() for name in names):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"rmsnorm::{name}", "CUDA"):
             yield f"{name} has no kernel for CUDA"
-        if not callable(getattr(operators, name)) or name not in _ops._IMPLEMENTATIONS:
+        if not callable(gpu.implementation(name)) or name not in fallbacks:
             yield f"{name} is no operator"
     versions = torch.version.cuda, torch.version.hip
     for torch.version.cuda, torch.version.hip in ((None, None), ("13.0", None), (None, "7.0")):
@@ -453,7 +542,9 @@ CHECKS = (
     keys,
     alignment,
     signatures,
+    gated_signatures,
     grids,
+    gated_grids,
     devices,
     forms,
     layouts,

@@ -12,6 +12,11 @@ CALLS = (
     *(("forward", cols) for cols in (128, 1024, 4096, 8192, 16384, 65536)),
     *(("add", cols) for cols in (4096, 16384)),
     *(("backward", cols) for cols in (128, 1024, 4096, 8192, 16384)),
+    *(("gate last", cols) for cols in (128, 4096, 8192)),
+    *(("gate first", cols) for cols in (1024, 4096, 8192)),
+    *(("gate last backward", cols) for cols in (128, 4096)),
+    *(("gate first backward", cols) for cols in (1024, 4096, 8192)),
+    *(("groups", 1024), ("groups backward", 1024)),
 )
 HEAD = f"""# What the GPU kernels compile to
 
@@ -19,7 +24,7 @@ Triton {triton.__version__}, bfloat16 input and weight, without a GPU: `make gpu
 A backward may take several kernels. Loads and stores are all in the listing, and those of 16 bytes; the others are one
 number per row, or a weight that several rows share. Sums are the instructions of the exact sums: float64 FMAs toward
 zero on sm_80, sm_90 and sm_100, twice as many float32 FMAs on sm_120, floors on gfx942. Elements are those of each row
-tensor that a thread has.
+tensor that a thread has. Rows with a gate, and those of groups, are two groups of `cols`.
 """
 
 

@@ -18,6 +18,13 @@ PLANTED = {
     "a sum to nearest": "instructions of the exact sums",
     "flushed subnormals": "flush subnormals",
     "too few warps": "spills",
+    "fusion on, gated": "contracted",
+    "fusion on, gated, AMD": "contracted multiplications and additions of float64",
+    "alignment dropped, gated": "have 16 bytes",
+    "32-bit offset, gated": "products of 64 bits",
+    "a library's exponential": "approximations",
+    "a library's exponential, AMD": "approximations",
+    "too few warps, gated": "spills",
 }
 
 

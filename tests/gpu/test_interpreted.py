@@ -2,9 +2,10 @@
 
 import pytest
 
-from tests.gpu import cases, processes
+from tests.gpu import cases, gated_cases, processes
 
 PARTS = 2
+GROUPS = (*cases.TALL, *cases.SHIPPED, *gated_cases.TALL, *gated_cases.SHIPPED, *cases.CHECKS)
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +16,7 @@ def differences():
     return {group: [text for report in reports for text in report[group]] for group in reports[0]}
 
 
-@pytest.mark.parametrize("group", [*cases.TALL, *cases.SHIPPED, *cases.CHECKS])
+@pytest.mark.parametrize("group", GROUPS)
 def test_interpreted_kernels_give_the_bits_of_the_cpu(differences, group):
     found = differences[group]
     assert not found, f"{len(found)} differences, the first of them:\n" + "\n".join(found[:10])

@@ -5,6 +5,7 @@ Triton is no dependency: GPU builds of PyTorch bring it. It is imported by the f
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
@@ -14,7 +15,11 @@ import torch
 
 # The first of NVIDIA's architectures that Triton compiles for.
 OLDEST = 70
-NAMES = ("forward", "forward_train", "forward_out", "add_forward", "backward")
+# The operators that have kernels, by the modules that have them.
+OPERATORS = {
+    "operators": ("forward", "forward_train", "forward_out", "add_forward", "backward"),
+    "gated_operators": ("gated_forward", "gated_forward_train", "gated_backward"),
+}
 
 
 def missing() -> str | None:
@@ -44,10 +49,16 @@ def triton_version() -> str | None:
         return None
 
 
-def register(library: torch.library.Library) -> None:
-    """Gives the operators their implementations for CUDA, which is also what ROCm is called."""
-    for name in NAMES:
-        library.impl(name, _imported_when_called(name), "CUDA")
+def register(library: torch.library.Library, module: str, key: str = "CUDA", **options: Any) -> None:
+    """Gives the operators of a module their implementations for CUDA, which is also what ROCm is called."""
+    for name in OPERATORS[module]:
+        library.impl(name, _imported_when_called(name), key, **options)
+
+
+def implementation(name: str) -> Callable[..., Any]:
+    """The function that an operator is on a GPU; imports Triton."""
+    (module,) = (module for module, names in OPERATORS.items() if name in names)
+    return getattr(importlib.import_module(f"rmsnorm.gpu.{module}"), name)  # type: ignore[no-any-return]
 
 
 def _imported_when_called(name: str) -> Callable[..., Any]:
@@ -56,9 +67,7 @@ def _imported_when_called(name: str) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         nonlocal function
         if function is None:
-            from rmsnorm.gpu import operators
-
-            function = getattr(operators, name)
+            function = implementation(name)
         return function(*arguments)
 
     return call

@@ -35,14 +35,19 @@ def log_cols(cols: int) -> int:
     return (cols - 1).bit_length()
 
 
-def form(target: Any, cols: int) -> int:
+def form(target: Any, cols: int, gate: bool = False) -> int:
     """The form of the sums (fixed_sum.py)."""
     if target.backend != "cuda":
         return int(fixed_sum.FLOOR.value)
     # SINGLE's two parts have 45 bits, and sums of up to 32 terms need more.
-    if target.arch in _WITH_DOUBLE or cols <= 32:
+    # Beside a gate's float64 operations, some 27 an element, one more is little, and SINGLE takes many registers.
+    if not _lacks_double(target) or cols <= 32 or gate:
         return int(fixed_sum.DOUBLE.value)
     return int(fixed_sum.SINGLE.value)
+
+
+def _lacks_double(target: Any) -> bool:
+    return target.backend == "cuda" and target.arch not in _WITH_DOUBLE
 
 
 def supported(target: Any) -> bool:
@@ -57,8 +62,12 @@ def supported(target: Any) -> bool:
 _FORWARD = ((512, 1), (1024, 1), (2048, 2), (4096, 4), (8192, 8), (16384, 16))
 _FORWARD_SINGLE = ((512, 1), (1024, 4), (2048, 4), (4096, 8), (8192, 16))
 _BACKWARD = ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16))
+# A gate's sigmoid wants registers. Where float64 is scarce, and code for its division long, the last line is too much.
+_GATED_FORWARD = ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16))
+_GATED_BACKWARD = ((512, 2), (1024, 4), (2048, 8), (4096, 16))
 _FORWARD_PIECES = Tile(1, 8192, 16)
 _SLOPES = Tile(1, 4096, 16)
+_GATED_PIECES = Tile(1, 4096, 16)
 # Rows this short share a program.
 _SHORT, _SHORT_ELEMENTS, _SHORT_WARPS = 256, 1024, 4
 
@@ -107,6 +116,21 @@ def fold(target: Any) -> Tile:
 def columns_unroll(with_dx: bool) -> int:
     """How many rows are loaded before they are added up."""
     return 2 if with_dx else 4
+
+
+def gated_forward(cols: int, target: Any) -> Tile | None:
+    """Whole groups; None where they do not fit registers."""
+    return _whole_rows(_GATED_FORWARD[:-1] if _lacks_double(target) else _GATED_FORWARD, cols, target)
+
+
+def gated_backward(cols: int, target: Any) -> Tile | None:
+    """Whole groups; None where they do not fit registers."""
+    return _whole_rows(_GATED_BACKWARD, cols, target)
+
+
+def gated_pieces(target: Any) -> Tile:
+    """Pieces of one group, one after another."""
+    return _of_threads(_GATED_PIECES, target)
 
 
 def _is_single(cols: int, target: Any) -> bool:
