@@ -102,7 +102,7 @@ def sigmoids_between_two_floats():
     """Gates whose sigmoid, in float64, is within a few of its last bits of the middle between two float32.
 
     Near 0 it is 1/2 + z/4, and so these are the odd multiples of half a step of float32 there; the others were found by
-    trying all float32 from 2^-13 to 104. Every operation of the definition decides the rounding of some of them.
+    trying all float32 from 2^-13 to 104. Almost any other order of operations rounds some of them differently.
     """
     odd = 2.0 * torch.arange(140) + 1
     found = [0.0008872748, 0.00223577116, 0.039486412, 0.210552856, 0.90876174]
