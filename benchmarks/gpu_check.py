@@ -112,10 +112,20 @@ def unequal(device: torch.device, op: str, arguments: tuple[Any, ...], expected:
 
 def forget() -> None:
     """So that what is changed on purpose is compiled."""
-    from rmsnorm.gpu import launching, plans
+    from rmsnorm.gpu import gated_forward, launching, plans
 
     launching._compiled.clear()
     plans.clear()
+    gated_forward.plan.cache_clear()
+
+
+def take(form: int) -> None:
+    """A form of the sums, whatever the device would take."""
+    from rmsnorm.gpu import configurations
+
+    # Of groups of up to 32 columns SINGLE cannot take the sums.
+    configurations.form = lambda target, cols, gate=False: form if cols > 32 else min(form, 1)
+    forget()
 
 
 def cases(target: Any, chosen: Any, dry: bool) -> list[tuple[int, int]]:
@@ -130,7 +140,7 @@ def cases(target: Any, chosen: Any, dry: bool) -> list[tuple[int, int]]:
 def compile_case(case: tuple[Any, int, int]) -> int:
     """Compiles what `check_bits` launches in a case, into Triton's cache on disk; the GPU is not asked."""
     target, form, width = case
-    from rmsnorm.gpu import configurations, launching, operators
+    from rmsnorm.gpu import launching
 
     torch.set_num_threads(1)
     compiled = {}
@@ -141,10 +151,10 @@ def compile_case(case: tuple[Any, int, int]) -> int:
         return lambda *tensors: None
 
     launching._targets[None], launching.prepare = target, prepare
-    configurations.form = lambda target, cols: form
+    take(form)
     for dtype in DTYPES:
         for op, arguments in calls(width, dtype, False):
-            getattr(operators, op)(*to(torch.device("cpu"), arguments))
+            gpu.implementation(op)(*to(torch.device("cpu"), arguments))
     return len(compiled)
 
 
@@ -167,9 +177,7 @@ def check_bits(report: Report, device: torch.device, dry: bool) -> None:
         if report.past(BITS_UNTIL):
             report.line("bits", skipped=f"from {FORMS[form]} {width} on, for lack of time")
             break
-        # Of groups of up to 32 columns SINGLE cannot take the sums.
-        configurations.form = lambda target, cols, gate=False, form=form: form if cols > 32 else min(form, 1)
-        forget()
+        take(form)
         number = 0
         for dtype in DTYPES:
             for op, arguments in calls(width, dtype, dry):
