@@ -242,6 +242,13 @@ def test_tensors_on_several_devices(dtype):
     assert (out == MARK).all()
 
 
+@pytest.mark.parametrize(("x", "residual"), [("cpu", "meta"), ("meta", "cpu"), ("meta", "meta")])
+def test_a_scalar_is_refused_for_what_it_is_on_any_device(x, residual):
+    """The dispatcher takes shapes for kernels as soon as one of the tensors is on the meta device."""
+    with pytest.raises(ValueError, match="x must have at least one dimension, got a scalar"):
+        add_rms_norm(torch.ones((), device=x), torch.ones((), device=residual))
+
+
 # ---------------------------------------------------------------- residual
 
 

@@ -166,10 +166,10 @@ def _fake_forward_out(
 def _fake_add_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y = _fake_forward(x, weight, eps, weight_offset, rounding)
     if x.is_meta or residual.is_meta:
+        check(x, weight, eps, weight_offset)
         checks.check_residual(x, residual)
-    return y, like(x, x.dtype), _rstd_like(x)
+    return _fake_forward(x, weight, eps, weight_offset, rounding), like(x, x.dtype), _rstd_like(x)
 
 
 def _fake_backward(
