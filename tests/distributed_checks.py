@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-from rmsnorm import RMSNorm, add_rms_norm, formula, reference, rms_norm, sharding
+from rmsnorm import RMSNorm, add_rms_norm, formula, reference, rms_norm, sharded_rows
 from tests.bits import bits_equal
 
 RANKS = 8
@@ -144,14 +144,14 @@ def batch_and_sequence_sharding_communicate_dweight_alone():
 
 def only_sums_are_sent_of_equal_shares():
     mesh = init_device_mesh("cpu", (RANKS,))
-    sum_over_ranks, sent = sharding._sum_over_ranks, []
+    sum_over_ranks, sent = sharded_rows._sum_over_ranks, []
 
     def recorded(part, *others):
         sent.append(part.numel() // 64)
         return sum_over_ranks(part, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding, "_sum_over_ranks", recorded)
+        patch.setattr(sharded_rows, "_sum_over_ranks", recorded)
         for shape, dim in (((8, 50, 64), 0), ((2, 8 * 40, 64), 1), ((3, 8 * 40, 64), 1)):
             on_mesh(mesh, [Shard(dim)], [Replicate()], *tensors(shape, torch.float32, torch.float32))
     assert sent == [1, 2, 3 * 40]

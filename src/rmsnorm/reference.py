@@ -200,7 +200,7 @@ def sum_rows(terms: Tensor) -> Tensor:
     leaf i = the rows from i * rows // leaves to (i + 1) * rows // leaves
 
     The sum of twice as many rows is the sum of the first half plus the sum of the second: what ranks with equal shares
-    of the rows have are nodes of the tree (sharding.py).
+    of the rows have are nodes of the tree (sharded_rows.py).
     """
     d = terms.shape[-1]
     terms = terms.reshape(-1, d)
