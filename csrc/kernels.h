@@ -36,7 +36,7 @@ struct Forward {
     bool stream;           // y goes past the cache; its groups then start and end at multiples of 64 bytes
 };
 
-// The rows of one block: dx of each row, and their terms of dweight added to `dweight` in row order.
+// Rows of one leaf: dx of each row, and their terms of dweight added to `dweight` in row order.
 struct Backward {
     Rows dy, x, dh, dx;  // dh may be absent; dx too, when only dweight is wanted; dx may be x
     const float* rstd;

@@ -8,7 +8,7 @@ and one sum from all ranks. The sum is of integers (docs/numerics.md), so that i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,27 +43,26 @@ def normalize(
 # ---------------------------------------------------------------- whole rows on each rank
 
 
-def _rule(x: Any, weight: Any, outputs: Callable[[Placement], list[Any]], inputs: list[Any]) -> Rule:
-    """Replicated, or cut along any dimension but the last. `inputs`: True for those cut, None for no tensor."""
+def _rule(x: Any, weight: Any, inputs: int, outputs: int) -> Rule:
+    """Of `inputs` tensors like x, the weight and three options: replicated, or cut along any dimension but the last."""
     cuts: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(x.ndim - 1))]
-    places: dict[Any, Callable[[Placement], Any]] = {True: lambda cut: cut, None: lambda _: None}
     replicated = None if weight is None else Replicate()
-    return [(outputs(cut), [replicated if i == "weight" else places[i](cut) for i in inputs]) for cut in cuts]
+    return [([cut] * outputs, [*[cut] * inputs, replicated, None, None, None]) for cut in cuts]
 
 
 @register_sharding(torch.ops.rmsnorm.forward.default)
 def _forward(x: Any, weight: Any, *_: Any) -> Rule:
-    return _rule(x, weight, lambda cut: [cut], [True, "weight", None, None, None])
+    return _rule(x, weight, 1, 1)
 
 
 @register_sharding(torch.ops.rmsnorm.forward_train.default)
 def _forward_train(x: Any, weight: Any, *_: Any) -> Rule:
-    return _rule(x, weight, lambda cut: [cut, cut], [True, "weight", None, None, None])
+    return _rule(x, weight, 1, 2)
 
 
 @register_sharding(torch.ops.rmsnorm.add_forward.default)
 def _add_forward(x: Any, residual: Any, weight: Any, *_: Any) -> Rule:
-    return _rule(x, weight, lambda cut: [cut, cut, cut], [True, True, "weight", None, None, None])
+    return _rule(x, weight, 2, 3)
 
 
 def backward(

@@ -10,7 +10,7 @@ from torch import Tensor
 from rmsnorm import _gated_ops, _ops, gated_reference
 from rmsnorm.gpu import configurations, layout, operators
 from rmsnorm.gpu import gated_backward as backward_launches
-from rmsnorm.gpu.backward import dweight_dtype
+from rmsnorm.gpu.backward import dweight_dtype, or_empty
 from rmsnorm.gpu.gated_forward import Gating
 from rmsnorm.gpu.gated_forward import forward as launch_forward
 
@@ -91,11 +91,7 @@ def gated_backward(
         place, group_size, gating, dy, x, gate, dx, dgate, rstd, weight, weight_offset or None, need_dweight
     )
     dx, dgate = (t if t is None or not copied else _ops.laid_out_like(given, t) for t in (dx, dgate))
-    return (
-        x.new_empty(0) if dx is None else dx,
-        x.new_empty(0) if dgate is None else dgate,
-        torch.empty(0, dtype=dweight_dtype(weight), device=device) if dweight is None else dweight,
-    )
+    return or_empty(dx, x, x.dtype), or_empty(dgate, x, x.dtype), or_empty(dweight, x, dweight_dtype(weight))
 
 
 def _gating(x: Tensor, gate: Tensor | None, group_size: int, activation: int, norm_before_gate: bool) -> Gating | None:
