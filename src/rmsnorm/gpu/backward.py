@@ -118,16 +118,32 @@ def prepare(
     else:
         steps += [call.rows(tile, ""), call.columns("", "", "", sums)]
     while leaves > 1 and sums:
-        groups = -(-leaves // configurations.fold(target).rows)
-        total = "dweight" if groups == 1 else call.scratch(f"{groups} sums", groups, cols)
-        steps.append(call.fold(sums, total, leaves, groups))
-        sums, leaves = total, groups
+        fold = fold_of(leaves, cols, target)
+        total = "dweight" if fold.left == 1 else call.scratch(f"{fold.left} sums", fold.left, cols)
+        steps.append(call.fold(sums, total, fold))
+        sums, leaves = total, fold.left
     return Gradients(
         tuple(steps),
         tuple(call.makers.items()),
         layout.maker(or_empty(dx, x, x.dtype), x),
         layout.maker(or_empty(dweight, x, dweight_dtype(weight)), x),
     )
+
+
+class Fold(NamedTuple):
+    """One pass over the sums of leaves, as many at a time as one program adds."""
+
+    tile: Tile
+    left: int  # sums
+    grid: tuple[int, int, int]
+    rest: tuple[Any, ...]  # the kernel's arguments that are no tensors
+
+
+def fold_of(leaves: int, cols: int, target: Any) -> Fold:
+    tile = configurations.fold(target)
+    tiles, left = -(-cols // tile.block), -(-leaves // tile.rows)
+    rest = leaves, cols, tiles, tile.rows, _log(tile.rows // 8), tile.block, INTERPRETED
+    return Fold(tile, left, (left * tiles, 1, 1), rest)
 
 
 class _Call:
@@ -183,11 +199,8 @@ class _Call:
             _COLUMNS, grid, names, (*numbers, *constants), (*self.types, place.nested), tile, place.strides
         )
 
-    def fold(self, partial: str, total: str, leaves: int, groups: int) -> tuple[Launch, tuple[str, ...]]:
-        tile = configurations.fold(self.target)
-        tiles = -(-self.cols // tile.block)
-        rest = leaves, self.cols, tiles, tile.rows, _log(tile.rows // 8), tile.block, INTERPRETED
-        return self._step(_FOLD, (groups * tiles, 1, 1), (partial, total), rest, (), tile, ())
+    def fold(self, partial: str, total: str, fold: Fold) -> tuple[Launch, tuple[str, ...]]:
+        return self._step(_FOLD, fold.grid, (partial, total), fold.rest, (), fold.tile, ())
 
     def _name(self, name: str) -> str:
         return name if name in self.tensors else ""

@@ -125,18 +125,13 @@ def _launch_slopes(
 
 
 def _launch_folds(partial: Tensor, dweight: Tensor) -> None:
-    """Adds the sums of the leaves, as many at a time as one program takes."""
     (leaves, cols), device = partial.shape, partial.device
-    tile = configurations.fold(launching.target(device))
-    tiles = -(-cols // tile.block)
     while leaves > 1:
-        groups = -(-leaves // tile.rows)
-        total = dweight if groups == 1 else torch.empty((groups, cols), dtype=torch.float32, device=device)
-        rest = leaves, cols, tiles, tile.rows, plain._log(tile.rows // 8), tile.block, INTERPRETED
+        fold = plain.fold_of(leaves, cols, launching.target(device))
+        total = dweight if fold.left == 1 else torch.empty((fold.left, cols), dtype=torch.float32, device=device)
         key, aligned = (False, False, total.dtype), layout.aligned(cols, (), partial, total)
-        grid = groups * tiles, 1, 1
-        launching.launch(plain._FOLD, device, grid, (partial, total, *rest), key, aligned, tile.warps)
-        partial, leaves = total, groups
+        launching.launch(plain._FOLD, device, fold.grid, (partial, total, *fold.rest), key, aligned, fold.tile.warps)
+        partial, leaves = total, fold.left
 
 
 def _types(dy: Tensor, x: Tensor, weight: Tensor | None, offset: float | None) -> tuple[Any, ...]:
