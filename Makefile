@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # Without it the package installs as pure Python when the kernels do not compile: see pyproject.toml.
 export RMSNORM_REQUIRE_KERNELS ?= 1
 
-CSRC := $(wildcard csrc/*)
+CSRC := $(wildcard csrc/*/*)
 .DELETE_ON_ERROR:
 .PHONY: demo test check families conformance gpu-table gpu-host sanitize bench results wheel fix clean
 
@@ -36,7 +36,7 @@ sanitize: $(VENV)/.package
 	@rm $(VENV)/.package
 	RMSNORM_SANITIZE=address,undefined $(PIP) install --no-build-isolation --no-deps --editable .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-		$(BIN)/python -m pytest tests/test_kernels.py
+		$(BIN)/python -m pytest tests/kernels/test_kernels.py
 
 bench: $(VENV)/.package
 	$(BIN)/rmsnorm bench

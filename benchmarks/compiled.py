@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 
 import rmsnorm
-from rmsnorm import reference
-from rmsnorm._timing import race
+from rmsnorm.benchmarking.timing import race
+from rmsnorm.numerics import reference
 
 SHAPES = "1x576,64x4096,1024x4096"
 EPS = 1e-5

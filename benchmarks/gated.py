@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from rmsnorm import gated_rms_norm
-from rmsnorm._timing import race
+from rmsnorm.benchmarking.timing import race
 
 SHAPES = ((64, 4096), (2048, 4096), (16384, 128))
 EPS = 1e-6

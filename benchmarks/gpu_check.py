@@ -31,9 +31,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 
-from rmsnorm import _ops, gpu  # noqa: E402
-from tests.bits import difference  # noqa: E402
-from tests.rows import DTYPES, all_rows, finite_rows, random_rows  # noqa: E402
+from rmsnorm import gpu  # noqa: E402
+from rmsnorm.ops import library  # noqa: E402
+from tests.support.bits import difference  # noqa: E402
+from tests.support.rows import DTYPES, all_rows, finite_rows, random_rows  # noqa: E402
 
 WIDTHS = (1, 3, 33, 64, 100, 128, 257, 1000, 4096, 4097, 8192, 8193, 16384, 40_000)
 FORMS = ("floor", "double", "single")
@@ -112,10 +113,10 @@ def unequal(device: torch.device, op: str, arguments: tuple[Any, ...], expected:
 
 def forget() -> None:
     """So that what is changed on purpose is compiled."""
-    from rmsnorm.gpu import gated_forward, launching, plans
+    from rmsnorm.gpu import call_cache, gated_forward, launching
 
     launching._compiled.clear()
-    plans.clear()
+    call_cache.clear()
     gated_forward.plan.cache_clear()
 
 
@@ -291,7 +292,11 @@ def facts(device: torch.device) -> dict[str, Any]:
 
     import triton
 
-    found = {"torch": torch.__version__, "triton": triton.__version__, "cpu kernels": _ops.status().isa or "reference"}
+    found = {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cpu kernels": library.status().isa or "reference",
+    }
     found |= {name: version(name) for name in ("liger-kernel", "quack-kernels")}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -25,9 +25,10 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.driver import CudaLauncher  # noqa: E402
 
 import rmsnorm  # noqa: E402
-from rmsnorm import _ops, functional, gpu  # noqa: E402
-from rmsnorm._timing import Timing, race  # noqa: E402
-from rmsnorm.gpu import launching, plans  # noqa: E402
+from rmsnorm import functional, gpu  # noqa: E402
+from rmsnorm.benchmarking.timing import Timing, race  # noqa: E402
+from rmsnorm.gpu import call_cache, launching  # noqa: E402
+from rmsnorm.ops import library  # noqa: E402
 
 COLS, DTYPE, EPS = 4096, torch.bfloat16, 1e-6
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -78,7 +79,7 @@ def pretend() -> None:
     with warnings.catch_warnings(action="ignore"):  # that there are operators for the CPU
         for name in gpu.OPERATORS["operators"]:
             library.impl(name, gpu._imported_when_called(name), "CPU", allow_override=True)
-    _ops.operators.direct = functional._direct = plans.replaying(_ops.operators.direct)
+    library.operators.direct = functional._direct = call_cache.replaying(library.operators.direct)
 
 
 Calls = dict[str, Callable[[], Any]]
@@ -98,7 +99,7 @@ def inference() -> Calls:
     for rows, launches in ((1, "one launch"), (64, "two launches"), (65, "three launches")):
         dy, rstd = torch.randn(rows, COLS).to(DTYPE), torch.ones(rows, 1)
         arguments = dy, dy, rstd, weight, 0.0, None, None, True, True
-        found[f"the operator `backward`, {launches}"] = lambda a=arguments: _ops.operators.direct.backward(*a)
+        found[f"the operator `backward`, {launches}"] = lambda a=arguments: library.operators.direct.backward(*a)
     found["the same by PyTorch's dispatcher"] = lambda: dispatched.backward.default(*arguments)
     return found
 

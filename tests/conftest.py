@@ -5,7 +5,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests import bits, kernel_cases, replay
+from tests.kernels import kernel_cases, replay
+from tests.support import bits
 
 
 @pytest.fixture(scope="session")

@@ -5,13 +5,13 @@ y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)
 
 from importlib.metadata import version as _version
 
-from rmsnorm.comparison import compare_normalization
-from rmsnorm.conversion import fold_offset, unfold_offset
+from rmsnorm.benchmarking.comparison import compare_normalization
+from rmsnorm.dispatch import compile_as
 from rmsnorm.functional import add_rms_norm, rms_norm
 from rmsnorm.gating import GatedRMSNorm, gated_rms_norm
 from rmsnorm.module import RMSNorm
 from rmsnorm.patching import Convention, Report, identify, patch, unpatch
-from rmsnorm.routing import compile_as
+from rmsnorm.patching.convert import fold_offset, unfold_offset
 
 __version__ = _version("rmsnorm")
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm.gated_reference import ACTIVATIONS
-from rmsnorm.reference import ROUNDINGS
+from rmsnorm.numerics.gated_reference import ACTIVATIONS
+from rmsnorm.numerics.reference import ROUNDINGS
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ALLOWED = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATS)

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rmsnorm import autograd, checks, gating, reference, routing, transforms
-from rmsnorm._ops import operators
+from rmsnorm import checks, dispatch, gating
+from rmsnorm.numerics import reference
+from rmsnorm.ops import autograd, functorch
+from rmsnorm.ops.library import operators
 
 _CODES = {name: index for index, name in enumerate(reference.ROUNDINGS)}
 _direct, _on_gpu = operators.direct, operators.gpu
@@ -22,7 +24,7 @@ _train = super(torch.autograd.Function, autograd.RMSNorm).apply
 _add_train = super(torch.autograd.Function, autograd.AddRMSNorm).apply
 _functorch_active = torch._C._are_functorch_transforms_active
 _forward_mode = torch.autograd.forward_ad
-_straight = routing.straight
+_straight = dispatch.straight
 _grad_enabled = torch.is_grad_enabled
 _count_change = torch.autograd.graph.increment_version  # the operator does not: see autograd's check of what it saved
 
@@ -174,7 +176,7 @@ def normalize(
         x = x.flatten(-dims)
         residual = None if residual is None else residual.flatten(-dims)
         weight = None if weight is None else weight.flatten()
-    y, h = routing.normalize_rows(x, residual, weight, eps, weight_offset, code, memory_efficient)
+    y, h = dispatch.normalize_rows(x, residual, weight, eps, weight_offset, code, memory_efficient)
     if dims > 1:
         y, h = y.reshape(shape), None if h is None else h.reshape(shape)
     return y, h
@@ -193,7 +195,7 @@ def _write_out(
     """What the operator does not take: several dimensions, strided columns, float64, groups; and what it must not."""
     if _functorch_active() or _forward_mode._current_level >= 0:
         raise ValueError("out is for inference: leave it out inside torch.func transforms and forward-mode derivatives")
-    if isinstance(out, Tensor) and transforms.dispatches_itself(out):
+    if isinstance(out, Tensor) and functorch.dispatches_itself(out):
         raise TypeError(f"out must be a plain torch.Tensor, got {type(out).__name__}")
     checks.check_inputs(x, weight, normalized_shape)
     checks.check_rounding(rounding)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rmsnorm import checks, gated_autograd, gated_reference, reference, routing
-from rmsnorm._gated_ops import operators
+from rmsnorm import checks, dispatch
+from rmsnorm.numerics import gated_reference, reference
+from rmsnorm.ops import gated_autograd
+from rmsnorm.ops.gated import operators
 
 _ROUNDING_CODES = {name: index for index, name in enumerate(reference.ROUNDINGS)}
 _ACTIVATION_CODES = {name: index for index, name in enumerate(gated_reference.ACTIVATIONS)}
@@ -15,7 +17,7 @@ _forward = operators.direct.gated_forward
 _train = super(torch.autograd.Function, gated_autograd.GatedRMSNorm).apply
 _compiling = torch.compiler.is_compiling
 _functorch_active = torch._C._are_functorch_transforms_active
-_straight = routing.straight
+_straight = dispatch.straight
 _grad_enabled = torch.is_grad_enabled
 
 
@@ -122,7 +124,7 @@ def normalize_groups(
     group_size = checks.check_group_size(group_size, x.shape[-1])
     norm_before_gate = bool(norm_before_gate)
     options = (eps, weight_offset, code, group_size, activation, norm_before_gate)
-    if routing.need_plain_operations(x, gate, weight):
+    if dispatch.need_plain_operations(x, gate, weight):
         return gated_autograd.formula_of(x, gate, weight, options)
     result = gated_reference.result_dtype(x, gate, weight, reference.ROUNDINGS[code], norm_before_gate)
     if weight is not None and weight.dtype == torch.float64 != x.dtype:
@@ -194,9 +196,9 @@ class GatedRMSNorm(nn.Module):
     @classmethod
     def from_module(cls, module: nn.Module) -> GatedRMSNorm:
         """The GatedRMSNorm that computes what another module computes; see `RMSNorm.from_module`."""
-        from rmsnorm import conversion
+        from rmsnorm.patching import convert
 
-        return conversion.from_module(module, cls)
+        return convert.from_module(module, cls)
 
     def reset_parameters(self) -> None:
         """The gain, weight + weight_offset, starts at one."""

@@ -111,9 +111,9 @@ class RMSNorm(nn.Module):
         Raises:
             ValueError: the module is not recognised, and why; it is gated; or it does not say its width.
         """
-        from rmsnorm import conversion
+        from rmsnorm.patching import convert
 
-        return conversion.from_module(module, cls)
+        return convert.from_module(module, cls)
 
     def reset_parameters(self) -> None:
         """The gain, weight + weight_offset, starts at one."""

@@ -8,9 +8,9 @@ from itertools import product
 
 import torch
 
-from tests import kernel_cases
-from tests.kernel_calls import plain_weight
-from tests.rows import DTYPES, all_rows, finite_rows, from_bits, generator, random_rows, special_weight
+from tests.kernels import kernel_cases
+from tests.kernels.kernel_calls import plain_weight
+from tests.support.rows import DTYPES, all_rows, finite_rows, from_bits, generator, random_rows, special_weight
 
 SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 # Every power of two and its neighbours up to 64, what models have, primes, the last one-tile backward and the next.
@@ -162,7 +162,7 @@ def rebuilding():
 
 
 def to_the_last_quantum():
-    """tests/sharp_cases.py: rows of which one quantum more or less is seen."""
+    """tests/support/sharp_cases.py: rows of which one quantum more or less is seen."""
     for index, case in enumerate(kernel_cases.sharp_cases.sums_to_the_last_quantum()):
         if case.arguments[0].shape[-1] <= 4096 and index % 2:
             yield "forward_train", case.arguments

@@ -13,7 +13,7 @@ import torch
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 
-from rmsnorm.gpu import configurations, gated_forward, gated_operators, launching, operators, plans
+from rmsnorm.gpu import call_cache, configurations, gated_forward, gated_operators, launching, operators
 from rmsnorm.gpu.kernels import fixed_sum
 
 TARGETS = (
@@ -125,13 +125,13 @@ def compile_all(
 
     prepare, launching.prepare = launching.prepare, compile_instead
     launching._targets[None] = target
-    plans.clear()
+    call_cache.clear()
     gated_forward.plan.cache_clear()
     try:
         call(op, x_dtype, weight_dtype, cols)
     finally:
         launching.prepare = prepare
-        plans.clear()
+        call_cache.clear()
     return found
 
 

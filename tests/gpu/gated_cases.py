@@ -4,11 +4,12 @@ from itertools import product
 
 import torch
 
-from tests import gated_cases, layouts
-from tests.gated_cases import FORMS, gate_rows
 from tests.gpu.cases import WIDTHS
-from tests.kernel_calls import plain_weight
-from tests.rows import DTYPES, all_rows, finite_rows, from_bits, random_rows, special_weight
+from tests.kernels import gated_cases
+from tests.kernels.gated_cases import FORMS, gate_rows
+from tests.kernels.kernel_calls import plain_weight
+from tests.support import layouts
+from tests.support.rows import DTYPES, all_rows, finite_rows, from_bits, random_rows, special_weight
 
 SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 WEIGHTS = (None, *DTYPES)

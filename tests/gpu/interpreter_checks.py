@@ -7,11 +7,11 @@ from itertools import product
 import torch
 
 import rmsnorm
-from rmsnorm import _ops, functional, gpu
-from rmsnorm.gpu import configurations, gated_operators, operators, plans
-from tests.bits import difference
+from rmsnorm import functional, gpu
+from rmsnorm.gpu import call_cache, configurations, gated_operators, operators
 from tests.gpu.cases import BRAIN, DTYPES, SINGLE, plain_weight
-from tests.rows import all_rows, random_rows
+from tests.support.bits import difference
+from tests.support.rows import all_rows, random_rows
 
 ops = torch.ops.rmsnorm
 MAP_NORESERVE = 0x4000  # Linux; the mmap module has it from Python 3.13 on
@@ -191,12 +191,12 @@ def public_functions():
     with warnings.catch_warnings(action="ignore"):  # that there is one already
         for module in gpu.OPERATORS:
             gpu.register(library, module, "CPU", allow_override=True)
-    direct = _ops.operators.direct
-    for operators_of_cpu in (direct, plans.replaying(direct), plans.replaying(direct)):
-        _ops.operators.direct = functional._direct = operators_of_cpu
+    direct = library.operators.direct
+    for operators_of_cpu in (direct, call_cache.replaying(direct), call_cache.replaying(direct)):
+        library.operators.direct = functional._direct = operators_of_cpu
         for (what, f), (_, e) in zip(_everything(), expected, strict=True):
             yield from unequal(what, f, e)
-    _ops.operators.direct = functional._direct = direct
+    library.operators.direct = functional._direct = direct
     library._destroy()
 
 
@@ -226,7 +226,7 @@ def repeated():
     }
     weights = (weight[:130].clone(), weight[1:131], weight[:130].to(BRAIN), None)
     calls = list(product(enumerate(tensors.items()), options.items(), enumerate(weights)))
-    plans.clear()
+    call_cache.clear()
     for (i, (what, x)), (other, (eps, offset, rounding)), (j, w) in calls + calls:
         call = f"{what}, {other}, weight {None if w is None else w.dtype}"
         w = None if w is None else w[: x.shape[-1]]
@@ -244,8 +244,8 @@ def repeated():
             rest = x, ops.forward_train(x, *given)[1], w, offset, x if i % 2 else None, None, *needed
             for f, e in zip(operators.backward(x.flip(0), *rest), ops.backward(x.flip(0), *rest), strict=True):
                 yield from unequal(f"backward: {call}", f, e)
-    if not 100 < len(plans._plans) < len(calls) * 1.5:
-        yield f"{len(plans._plans)} plans"
+    if not 100 < len(call_cache._plans) < len(calls) * 1.5:
+        yield f"{len(call_cache._plans)} plans"
 
 
 def _everything():

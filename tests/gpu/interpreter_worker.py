@@ -17,9 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import interpreter
 
 from rmsnorm import gpu
-from rmsnorm.gpu import configurations, gated_forward, launching, plans
-from tests.bits import difference
+from rmsnorm.gpu import call_cache, configurations, gated_forward, launching
 from tests.gpu import cases, gated_cases, interpreter_checks
+from tests.support.bits import difference
 
 # One for each form of the sums.
 TARGETS = {
@@ -46,7 +46,7 @@ def tall(cols, target):
 def compare(form, op, arguments):
     """Every difference between a call interpreted and on the CPU, as text."""
     launching._targets[None] = TARGETS[form]
-    plans.clear()
+    call_cache.clear()
     gated_forward.plan.cache_clear()
     expected = getattr(torch.ops.rmsnorm, op)(*arguments)
     before = [a.clone() for a in arguments if isinstance(a, torch.Tensor)]

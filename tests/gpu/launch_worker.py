@@ -17,8 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 
-from rmsnorm import _gated_ops, _ops, gpu, reference
-from rmsnorm.gpu import gated_forward, gated_operators, launching, layout, operators, plans
+from rmsnorm import gpu
+from rmsnorm.gpu import call_cache, gated_forward, gated_operators, launching, layout, operators
+from rmsnorm.numerics import reference
+from rmsnorm.ops import gated as gated_ops
 
 BRAIN, SINGLE = torch.bfloat16, torch.float32
 
@@ -71,7 +73,7 @@ def recording(target=("cuda", 90, 32)):
     launching._current_stream = lambda device: recorder.stream
     launching._targets.clear()
     launching._compiled.clear()
-    plans.clear()
+    call_cache.clear()
     gated_forward.plan.cache_clear()
     launching._targets[None] = GPUTarget(*target)
     launching._targets[1] = GPUTarget("cuda", 120, 32)
@@ -80,7 +82,7 @@ def recording(target=("cuda", 90, 32)):
     finally:
         launching.compile_for, launching.torch, launching._current_device, launching._current_stream = before
         launching._compiled.clear()
-        plans.clear()
+        call_cache.clear()
 
 
 def x_of(rows, cols, dtype=BRAIN, offset=0):
@@ -406,7 +408,7 @@ def replays():
 
         return call
 
-    replaying = plans.replaying(
+    replaying = call_cache.replaying(
         SimpleNamespace(**{name: by_the_dispatcher(name) for name in gpu.OPERATORS["operators"]})
     )
     x, weight, rstd = x_of(64, 4096), torch.nn.Parameter(x_of(1, 4096)[0]), torch.empty(64, 1)
@@ -449,10 +451,10 @@ def replays():
         torch.jit.trace(lambda t: replaying.forward(t, weight, 1e-6), (x,), check_trace=False)
         if asked != ["forward"]:
             yield f"traced: the dispatcher has seen {asked}"
-        for number in range(plans.MOST + 10):
-            plans.keep((number,), None)
-        if not 0 < len(plans._plans) <= plans.MOST:
-            yield f"{len(plans._plans)} plans"
+        for number in range(call_cache.MOST + 10):
+            call_cache.keep((number,), None)
+        if not 0 < len(call_cache._plans) <= call_cache.MOST:
+            yield f"{len(call_cache._plans)} plans"
 
 
 def the_short_way():
@@ -523,7 +525,7 @@ def registration():
     library = torch.library.Library("rmsnorm", "IMPL")
     for module in gpu.OPERATORS:
         gpu.register(library, module)
-    fallbacks = {**_ops._IMPLEMENTATIONS, **vars(_gated_ops.operators.reference)}
+    fallbacks = {**library._IMPLEMENTATIONS, **vars(gated_ops.operators.reference)}
     for name in (name for names in gpu.OPERATORS.values() for name in names):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"rmsnorm::{name}", "CUDA"):
             yield f"{name} has no kernel for CUDA"

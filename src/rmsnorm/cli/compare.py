@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from rmsnorm._timing import Timing
+from rmsnorm.benchmarking.comparison import NormalizationComparison, compare_normalization
+from rmsnorm.benchmarking.timing import Timing
 from rmsnorm.cli.progress import progress
 from rmsnorm.cli.requirements import DTYPES, device, file_of, positive, require, shape
-from rmsnorm.comparison import NormalizationComparison, compare_normalization
 from rmsnorm.functional import rms_norm
 
 ORANGE, BLUE, GREEN, GREY = "#e8590c", "#1c7ed6", "#2f9e44", "#7a828c"

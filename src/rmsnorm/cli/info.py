@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 import rmsnorm
-from rmsnorm import _ops, gpu
+from rmsnorm import gpu
+from rmsnorm.ops import library
 
 # The optional extras that commands need.
 EXTRAS = ("bench", "demo")
@@ -43,7 +44,7 @@ def collect() -> dict[str, Any]:
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "platform": platform.platform(),
         "processor": processor(),
-        "kernels": asdict(_ops.status()),
+        "kernels": asdict(library.status()),
         "gpu_kernels": {"missing": gpu.missing() or gpu.too_old(), "triton": gpu.triton_version()},
         "accelerator": f"{accelerator.type} ({torch.get_device_module(accelerator).get_device_name()})"
         if accelerator

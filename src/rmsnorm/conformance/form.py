@@ -9,9 +9,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from rmsnorm import reference
 from rmsnorm.conformance import exact
 from rmsnorm.conformance.subject import Refused, Subject
+from rmsnorm.numerics import reference
 from rmsnorm.patching.probes import measure_gain, probe
 from rmsnorm.patching.specimen import NotRMSNorm
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import rmsnorm
+from rmsnorm.benchmarking.peers import PEERS, onnx_session
 from rmsnorm.conformance.calling import understand
 from rmsnorm.conformance.subject import CannotCheck, Subject, described
-from rmsnorm.peers import PEERS, onnx_session
 
 
 @dataclass(frozen=True)

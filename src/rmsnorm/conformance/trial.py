@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm import reference
 from rmsnorm.conformance import exact
 from rmsnorm.conformance.form import EPS, WIDTH, Form
 from rmsnorm.conformance.subject import BackwardRaised, NoGradient, Norm, Refused, Subject, as_result, described
+from rmsnorm.numerics import reference
 
 # Units in the last place that a result may be off by, beyond what its convention has to round (docs/conformance.md).
 SLACK = 1.0

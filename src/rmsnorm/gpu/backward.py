@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rmsnorm import _ops, reference
 from rmsnorm.gpu import configurations, launching, layout
 from rmsnorm.gpu.configurations import Tile
 from rmsnorm.gpu.kernels import backward as kernels
 from rmsnorm.gpu.kernels import columns as column_kernels
 from rmsnorm.gpu.launching import INTERPRETED, Kernel, Launch
 from rmsnorm.gpu.layout import Maker
+from rmsnorm.numerics import reference
+from rmsnorm.ops import library
 
 _BACKWARD = Kernel(kernels.backward)
 _SLOPES = Kernel(kernels.slopes)
@@ -32,7 +33,7 @@ def or_empty(gradient: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rebuild(y: Tensor, rstd: Tensor, weight: Tensor | None, offset: float | None, dtype: torch.dtype) -> Tensor:
-    x = _ops.like(y, dtype)
+    x = library.like(y, dtype)
     place = layout.rows(y, x)
     if place is None:
         y = y.contiguous()

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm import reference
 from rmsnorm.gpu import backward as plain
 from rmsnorm.gpu import configurations, launching, layout
 from rmsnorm.gpu.configurations import Tile
 from rmsnorm.gpu.gated_forward import NO_GATE, Gating
 from rmsnorm.gpu.kernels import gated_backward as kernels
 from rmsnorm.gpu.launching import INTERPRETED, Kernel
+from rmsnorm.numerics import reference
 
 _BACKWARD = Kernel(kernels.gated_backward)
 _SLOPES = Kernel(kernels.gated_slopes)

@@ -7,12 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from rmsnorm import _gated_ops, _ops, gated_reference
 from rmsnorm.gpu import configurations, layout, operators
 from rmsnorm.gpu import gated_backward as backward_launches
 from rmsnorm.gpu.backward import dweight_dtype, or_empty
 from rmsnorm.gpu.gated_forward import Gating
 from rmsnorm.gpu.gated_forward import forward as launch_forward
+from rmsnorm.numerics import gated_reference
+from rmsnorm.ops import gated, library
 
 
 def gated_forward(
@@ -74,12 +75,12 @@ def gated_backward(
     )
     if not _in_reach(x, group_size):
         options = weight_offset, group_size, activation, norm_before_gate
-        return _gated_ops.gated_backward(dy, x, gate, rstd, weight, *options, need_dx, need_dgate, need_dweight)
+        return gated.gated_backward(dy, x, gate, rstd, weight, *options, need_dx, need_dgate, need_dweight)
     given, rstd, weight = x, rstd.contiguous(), None if weight is None else weight.contiguous()
     dy, x = operators._with_adjacent_columns(dy), operators._with_adjacent_columns(x)
     gate = None if gate is None else operators._with_adjacent_columns(gate)
-    dx = _ops.like(given, x.dtype) if need_dx else None
-    dgate = _ops.like(given, x.dtype) if need_dgate else None
+    dx = library.like(given, x.dtype) if need_dx else None
+    dgate = library.like(given, x.dtype) if need_dgate else None
     place = layout.rows(dy, x, gate, dx, dgate)
     copied = place is None
     if place is None:
@@ -90,7 +91,7 @@ def gated_backward(
     dweight = backward_launches.gradients(
         place, group_size, gating, dy, x, gate, dx, dgate, rstd, weight, weight_offset or None, need_dweight
     )
-    dx, dgate = (t if t is None or not copied else _ops.laid_out_like(given, t) for t in (dx, dgate))
+    dx, dgate = (t if t is None or not copied else library.laid_out_like(given, t) for t in (dx, dgate))
     return or_empty(dx, x, x.dtype), or_empty(dgate, x, x.dtype), or_empty(dweight, x, dweight_dtype(weight))
 
 
@@ -129,7 +130,7 @@ def _normalize(
     operators._require(math.isfinite(eps) and math.isfinite(weight_offset), "eps and weight_offset must be finite")
     if not _in_reach(x, group_size):
         options = rounding, group_size, activation, norm_before_gate
-        return _gated_ops.gated_forward_train(x, gate, weight, eps, weight_offset, *options)
+        return gated.gated_forward_train(x, gate, weight, eps, weight_offset, *options)
     given = x
     x, gate = operators._with_adjacent_columns(x), None if gate is None else operators._with_adjacent_columns(gate)
     if weight is not None:
@@ -138,7 +139,7 @@ def _normalize(
     rstd = torch.empty((*x.shape[:-1], groups), dtype=torch.float32, device=x.device) if train else None
     last = gating is not None and not gating.first
     dtype = x.dtype if last else normed
-    y = _ops.like(x, dtype)
+    y = library.like(x, dtype)
     place = layout.rows(x, gate, y)
     copied = place is None
     if place is None:
@@ -150,4 +151,4 @@ def _normalize(
         before_gate = operators._TRITON[normed if last and rounding else torch.float32]
         offset = weight_offset or None
         launch_forward(place, group_size, gating, x, gate, weight, y, rstd, eps, offset, x_hat, before_gate)
-    return _ops.laid_out_like(given, y) if copied else y, rstd
+    return library.laid_out_like(given, y) if copied else y, rstd

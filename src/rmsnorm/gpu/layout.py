@@ -1,4 +1,4 @@
-"""How tensors of one shape lie as rows: csrc/rows.h for kernels that take two strides."""
+"""How tensors of one shape lie as rows: csrc/kernels/rows.h for kernels that take two strides."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The operators `torch.ops.rmsnorm.*` for CUDA and ROCm: from tensors to launches.
 
-The checks here guard memory, as those in csrc/ops.cpp do; the messages a user sees come from functional.py. Memory
+The checks here guard memory, as those in csrc/ops/ops.cpp do; the messages a user sees come from functional.py. Memory
 comes from PyTorch's allocator, launches go to the current stream of the tensors' device, and nothing waits for either:
 calls can be captured in a graph once each of their kernels has been compiled.
 """
@@ -15,12 +15,14 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from rmsnorm import _ops, checks, reference
+from rmsnorm import checks
 from rmsnorm.gpu import backward as backward_launches
-from rmsnorm.gpu import configurations, layout, plans
+from rmsnorm.gpu import call_cache, configurations, layout
 from rmsnorm.gpu.forward import Normalization
 from rmsnorm.gpu.forward import prepare as prepare_forward
 from rmsnorm.gpu.launching import target
+from rmsnorm.numerics import reference
+from rmsnorm.ops import library
 
 _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -83,8 +85,8 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     key = None
     if rebuilt_dtype is None:
-        key = plans.gradients(dy, x, rstd, weight, weight_offset, dh, need_dx, need_dweight)
-        if (kept := plans.find(key)) is not None:
+        key = call_cache.gradients(dy, x, rstd, weight, weight_offset, dh, need_dx, need_dweight)
+        if (kept := call_cache.find(key)) is not None:
             return kept(dy, x, dh, rstd, weight)  # type: ignore[no-any-return]
     _checked(x, weight, 0)
     x_dtype = rebuilt_dtype or x.dtype
@@ -100,14 +102,14 @@ def backward(
         "rstd must have one float32 per row",
     )
     if not _in_reach(x):
-        return _ops.backward(dy, x, rstd, weight, weight_offset, dh, rebuilt_dtype, need_dx, need_dweight)
+        return library.backward(dy, x, rstd, weight, weight_offset, dh, rebuilt_dtype, need_dx, need_dweight)
     given, offset, original = x, weight_offset or None, (dy, x, dh, rstd, weight)
     rstd, weight = rstd.contiguous(), None if weight is None else weight.contiguous()
     dy, x = _with_adjacent_columns(dy), _with_adjacent_columns(x)
     dh = None if dh is None else _with_adjacent_columns(dh)
     if rebuilt_dtype is not None:
         x = backward_launches.rebuild(x, rstd, weight, offset, rebuilt_dtype)
-    dx = _ops.like(given, x_dtype) if need_dx else None
+    dx = library.like(given, x_dtype) if need_dx else None
     place = layout.rows(dy, x, dh, dx)
     copied = place is None
     if place is None:
@@ -120,11 +122,11 @@ def backward(
         plan = backward_launches.prepare(place, dy, x, dh, dx, rstd, weight, dweight, offset)
         plan.fill(dy, x, dh, dx, rstd, weight, dweight)
         if key is not None and all(a is b for a, b in zip(original, (dy, x, dh, rstd, weight), strict=True)):
-            plans.keep(key, plan, *original)
+            call_cache.keep(key, plan, *original)
     elif dweight is not None:
         dweight.zero_()
     if copied and dx is not None:
-        dx = _ops.laid_out_like(given, dx)
+        dx = library.laid_out_like(given, dx)
     or_empty = backward_launches.or_empty
     return or_empty(dx, x, x_dtype), or_empty(dweight, x, backward_launches.dweight_dtype(weight))
 
@@ -182,8 +184,8 @@ def _normalize(
     """y, h where there is a residual, rstd where wanted."""
     key = None
     if out is None:
-        key = plans.normalization(x, residual, weight, eps, weight_offset, rounding, train)
-        if (kept := plans.find(key)) is not None:
+        key = call_cache.normalization(x, residual, weight, eps, weight_offset, rounding, train)
+        if (kept := call_cache.find(key)) is not None:
             return kept(x, residual, weight)  # type: ignore[no-any-return]
     y_dtype, x_hat = _checked(x, weight, rounding)
     _require(math.isfinite(eps) and math.isfinite(weight_offset), "eps and weight_offset must be finite")
@@ -196,8 +198,8 @@ def _normalize(
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) if train else None
     h = None
     if residual is not None:
-        residual, h = _with_adjacent_columns(residual), _ops.like(x, x.dtype)
-    y = _ops.like(x, y_dtype) if out is None else out
+        residual, h = _with_adjacent_columns(residual), library.like(x, x.dtype)
+    y = library.like(x, y_dtype) if out is None else out
     place = layout.rows(x, residual, y, h)
     copied = place is None
     if place is None:
@@ -210,11 +212,11 @@ def _normalize(
         launch(x, residual, weight, y, h, rstd)
         if key is not None and all(a is b for a, b in zip(original, (x, residual, weight), strict=True)):
             makers = [None if t is None else layout.maker(t, x) for t in (h, rstd)]
-            plans.keep(key, Normalization(launch, layout.maker(y, x), *makers), *original)
+            call_cache.keep(key, Normalization(launch, layout.maker(y, x), *makers), *original)
     if copied and out is not None:
         y = out.copy_(y)
     elif copied:
-        y, h = _ops.laid_out_like(given, y), None if h is None else _ops.laid_out_like(given, h)
+        y, h = library.laid_out_like(given, y), None if h is None else library.laid_out_like(given, h)
     return y, h, rstd
 
 
@@ -228,6 +230,6 @@ def _by_reference(
     out: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if residual is not None:
-        return _ops.add_forward(x, residual, weight, eps, weight_offset, rounding)
-    y, rstd = _ops.forward_train(x, weight, eps, weight_offset, rounding)
+        return library.add_forward(x, residual, weight, eps, weight_offset, rounding)
+    y, rstd = library.forward_train(x, weight, eps, weight_offset, rounding)
     return (y if out is None else out.copy_(y)), None, rstd

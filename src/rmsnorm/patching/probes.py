@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm import gated_reference
+from rmsnorm.numerics import gated_reference
 from rmsnorm.patching.convention import Convention
 from rmsnorm.patching.reasons import (
     CLOSE,

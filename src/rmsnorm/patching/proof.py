@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from rmsnorm import reference
+from rmsnorm.numerics import reference
 from rmsnorm.patching.convention import Convention, Evidence, short
 from rmsnorm.patching.probes import SMALLEST_EPS
 from rmsnorm.patching.specimen import NotRMSNorm, Specimen

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from rmsnorm.benchmarking.peers import Unavailable
 from rmsnorm.cli import info
 from rmsnorm.cli.bench import model, page, plot, shapes, table
 from rmsnorm.cli.bench.lines import open_lines, read
@@ -25,7 +26,6 @@ from rmsnorm.cli.bench.shapes import Case, Shape
 from rmsnorm.cli.bench.tensors import Inputs
 from rmsnorm.cli.progress import progress
 from rmsnorm.cli.requirements import DTYPES, CannotRun, device, file_of, list_of, one_of, positive, require
-from rmsnorm.peers import Unavailable
 
 # Of racing, in all and for each case and cache; making and checking the contestants comes on top.
 QUICK_SECONDS = 30.0

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import rmsnorm
+from rmsnorm.benchmarking.peers import PEERS, Unavailable, onnx_session
 from rmsnorm.cli.bench.shapes import Case
 from rmsnorm.cli.bench.tensors import EPS, Inputs
-from rmsnorm.peers import PEERS, Unavailable, onnx_session
 
 
 @dataclass(frozen=True)

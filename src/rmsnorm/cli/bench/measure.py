@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from rmsnorm._timing import REST, Timing, make_evict, race
+from rmsnorm.benchmarking.peers import Unavailable
+from rmsnorm.benchmarking.timing import REST, Timing, make_evict, race
 from rmsnorm.cli.bench import contestants
 from rmsnorm.cli.bench.contestants import Maker, make_call
 from rmsnorm.cli.bench.judging import find_error
 from rmsnorm.cli.bench.shapes import Case, Shape
 from rmsnorm.cli.bench.tensors import Inputs
 from rmsnorm.cli.progress import Step
-from rmsnorm.peers import Unavailable
 
 COPY = "copy"
 OURS, OURS_OUT = "rmsnorm", "rmsnorm out="

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import rmsnorm
-from rmsnorm._timing import Timing
+from rmsnorm.benchmarking.timing import Timing
 from rmsnorm.cli.demo.measure import BOTH, measure_times
 from rmsnorm.cli.demo.stopwatch import PHASES
 from rmsnorm.cli.progress import Step

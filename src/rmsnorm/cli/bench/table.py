@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-from rmsnorm._timing import duration
+from rmsnorm.benchmarking.timing import duration
 from rmsnorm.cli.bench.measure import COPY, OURS, OURS_OUT, Result
 from rmsnorm.cli.bench.shapes import Shape
 

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import torch
 
-from rmsnorm import conformance, reference
+from rmsnorm import conformance
 from rmsnorm.cli.check.page import page
 from rmsnorm.cli.check.report import Report, show, show_list
 from rmsnorm.cli.progress import progress
 from rmsnorm.cli.requirements import CannotRun
+from rmsnorm.numerics import reference
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from rmsnorm.benchmarking.peers import PEERS
 from rmsnorm.cli.requirements import is_installed
 from rmsnorm.conformance import CHECKS, Check, Result, Score, Subject, named, suite
 from rmsnorm.conformance.verdicts import FAIL, NOT_APPLICABLE, NOT_PROMISED, NOT_RUN, PASS
-from rmsnorm.peers import PEERS
 
 STYLES = {PASS: "green", FAIL: "bold red", NOT_PROMISED: "yellow", NOT_APPLICABLE: "dim", NOT_RUN: "dim"}
 EXTRAS = "Extras, which only some libraries promise; not scored unless promised"

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from rmsnorm._timing import Timing
+from rmsnorm.benchmarking.timing import Timing
 from rmsnorm.cli.demo.model import LanguageModel, exact
 from rmsnorm.cli.demo.stopwatch import PHASES, Arrivals, Stopwatch
 

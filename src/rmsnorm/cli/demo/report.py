@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from rmsnorm._timing import Timing
+from rmsnorm.benchmarking.timing import Timing
 from rmsnorm.cli.demo.measure import Result
 
 

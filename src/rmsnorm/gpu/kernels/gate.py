@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from rmsnorm import gated_reference
+from rmsnorm.numerics import gated_reference
 
 _LARGEST = tl.constexpr(gated_reference._LARGEST)
 _LOG2_E = tl.constexpr(gated_reference._LOG2_E)

@@ -1,0 +1,253 @@
+// What the operators ask of tensors: views of those given, memory for those returned, their dtypes, and the
+// gain of a weight. The operators' files and what they alone include see PyTorch, and only through LibTorch's
+// Stable ABI, so that one build serves every release from 2.10.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <exception>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "../kernels/kernels.h"
+#include "../kernels/rows.h"
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+namespace {
+
+using rmsnorm::Dtype;
+using rmsnorm::Layout;
+using rmsnorm::Rows;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Fresh outputs this large are asked to come in huge pages: the page faults of small ones cost more than the
+// kernel.
+constexpr int64_t huge_page_bytes = int64_t(4) << 20;
+
+inline const rmsnorm::Kernels& table() {
+    const char* error;
+    const rmsnorm::Kernels* chosen = rmsnorm::kernels(&error);
+    STD_TORCH_CHECK(chosen, error);
+    return *chosen;
+}
+
+inline Dtype dtype_of(ScalarType type) {
+    switch (type) {
+        case ScalarType::Float:
+            return Dtype::f32;
+        case ScalarType::BFloat16:
+            return Dtype::bf16;
+        case ScalarType::Half:
+            return Dtype::f16;
+        default:
+            STD_TORCH_CHECK(false, "rmsnorm kernels take float32, bfloat16 and float16");
+    }
+}
+
+inline ScalarType scalar_type(Dtype dtype) {
+    return dtype == Dtype::f32    ? ScalarType::Float
+           : dtype == Dtype::bf16 ? ScalarType::BFloat16
+                                  : ScalarType::Half;
+}
+
+// PyTorch's own message stays on its side of the Stable ABI of 2.10.
+[[noreturn]] void no_memory(int64_t dim, const int64_t* sizes, ScalarType type) {
+    double mib = (type == ScalarType::Float ? 4.0 : 2.0) / (1 << 20);
+    for (int64_t d = 0; d < dim; ++d) mib *= static_cast<double>(sizes[d]);
+    STD_TORCH_CHECK(false, "cannot allocate memory: ", static_cast<int64_t>(mib), " MiB");
+}
+
+// What the operators ask of a tensor, asked once. Its columns are adjacent: others are copied.
+struct View {
+    Tensor tensor;
+    int64_t dim, *sizes, *strides;
+    Dtype dtype;
+    char* data;
+    bool copied = false;
+
+    explicit View(const Tensor& given) : tensor(given) {
+        STD_TORCH_CHECK(tensor.is_cpu(), "expected a tensor on the CPU");
+        look();
+        STD_TORCH_CHECK(dim > 0 && cols() > 0, "expected at least one dimension, the last not empty");
+        if (cols() != 1 && strides[dim - 1] != 1) {
+            try {
+                tensor = torch::stable::contiguous(tensor);
+            } catch (const std::exception&) {
+                no_memory(dim, sizes, tensor.scalar_type());
+            }
+            copied = true;
+            look();
+        }
+    }
+
+    int64_t cols() const { return sizes[dim - 1]; }
+    int64_t numel() const {
+        int64_t n = 1;
+        for (int64_t d = 0; d < dim; ++d) n *= sizes[d];
+        return n;
+    }
+    int64_t bytes() const { return numel() * rmsnorm::size_of(dtype); }
+    bool shaped_as(const View& other) const {
+        return dim == other.dim && std::equal(sizes, sizes + dim, other.sizes);
+    }
+    bool lies_as(const View& other) const {
+        return data == other.data && dtype == other.dtype &&
+               std::equal(strides, strides + dim, other.strides);
+    }
+    // Whether the memory between its first and its last element has nothing in common with that of `other`.
+    bool apart_from(const View& other) const { return end() <= other.data || other.end() <= data; }
+    Rows rows(const Layout::Run& run, int which) const {
+        return {data + run.offset[which] * rmsnorm::size_of(dtype), run.stride[which]};
+    }
+
+  private:
+    const char* end() const {
+        int64_t last = 0;
+        for (int64_t d = 0; d < dim; ++d) {
+            if (sizes[d] == 0) return data;
+            last += (sizes[d] - 1) * strides[d];
+        }
+        return data + (last + 1) * rmsnorm::size_of(dtype);
+    }
+    void look() {
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dim));
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
+        dtype = dtype_of(tensor.scalar_type());
+        data = static_cast<char*>(tensor.data_ptr());
+    }
+};
+
+inline Tensor empty(int64_t dim, const int64_t* sizes, const int64_t* strides, ScalarType type) {
+    AtenTensorHandle handle;
+    const int32_t failed = aoti_torch_empty_strided(dim, sizes, strides, static_cast<int32_t>(type),
+                                                    aoti_torch_device_type_cpu(), 0, &handle);
+    if (failed) no_memory(dim, sizes, type);
+    return Tensor(handle);
+}
+
+inline Tensor empty_vector(int64_t size, ScalarType type) {
+    const int64_t stride = 1;
+    return empty(1, &size, &stride, type);
+}
+
+inline void ask_for_huge_pages([[maybe_unused]] const Tensor& t, [[maybe_unused]] int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    if (bytes < huge_page_bytes) return;
+    constexpr uintptr_t page = uintptr_t(2) << 20;
+    const uintptr_t begin = (reinterpret_cast<uintptr_t>(t.data_ptr()) + page - 1) & ~(page - 1);
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(t.data_ptr()) + uintptr_t(bytes)) & ~(page - 1);
+    // A refusal (an old kernel, huge pages off) costs speed only.
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+// A tensor of x's shape, laid out as x where x's layout is dense, else contiguous.
+inline View empty_like(const View& x, Dtype dtype) {
+    const int64_t* strides = x.strides;
+    std::vector<int64_t> contiguous;
+    if (!rmsnorm::dense(x.dim, x.sizes, x.strides)) {
+        contiguous = rmsnorm::contiguous_strides(x.dim, x.sizes);
+        strides = contiguous.data();
+    }
+    Tensor made = empty(x.dim, x.sizes, strides, scalar_type(dtype));
+    ask_for_huge_pages(made, x.numel() * rmsnorm::size_of(dtype));
+    return View(made);
+}
+
+// x's shape with one column a group, as float32.
+inline Tensor empty_rstd(const View& x, int64_t groups = 1) {
+    std::vector<int64_t> sizes(x.sizes, x.sizes + x.dim);
+    sizes.back() = groups;
+    return empty(x.dim, sizes.data(), rmsnorm::contiguous_strides(x.dim, sizes.data()).data(),
+                 ScalarType::Float);
+}
+
+inline float* floats(const Tensor& t) { return static_cast<float*>(t.data_ptr()); }
+
+enum Rounding : int64_t { once = 0, before_scale = 1, weight_dtype = 2 };  // reference.ROUNDINGS
+
+// reference.result_dtype
+inline Dtype result_dtype(Dtype x, const std::optional<View>& weight, int64_t rounding) {
+    STD_TORCH_CHECK(rounding >= once && rounding <= weight_dtype, "unknown rounding");
+    if (!weight || rounding == once) return x;
+    return rounding == weight_dtype || weight->dtype == x ? weight->dtype : Dtype::f32;
+}
+
+// What x_hat is rounded to before the gain.
+inline Dtype x_hat_dtype(Dtype x, const std::optional<View>& weight, int64_t rounding) {
+    if (rounding == before_scale) return x;
+    return rounding == weight_dtype && weight ? weight->dtype : Dtype::f32;
+}
+
+// Input and output that together exceed this are taken to exceed the last cache. It is the share of one core
+// complex of a current server; what the system reports was seen to be ten times the truth in a virtual
+// machine.
+constexpr int64_t cache_bytes = int64_t(32) << 20;
+
+// Whether y is written past the cache: it would not stay there anyway, and its old contents need not be read.
+// Its rows must begin and end at cache lines.
+inline bool past_the_cache(const View& x, const View& y) {
+    if (x.bytes() + y.bytes() <= cache_bytes || x.data == y.data) return false;
+    const int64_t size = rmsnorm::size_of(y.dtype);
+    bool aligned = reinterpret_cast<uintptr_t>(y.data) % 64 == 0 && y.cols() * size % 64 == 0;
+    for (int64_t d = 0; d < y.dim - 1; ++d) aligned = aligned && y.strides[d] * size % 64 == 0;
+    return aligned;
+}
+
+// Memory for floats, on the stack where they are few.
+class Floats {
+  public:
+    explicit Floats(int64_t count) {
+        if (count > inline_count) there_ = empty_vector(count, ScalarType::Float);
+        data_ = count > inline_count ? floats(there_) : here_;
+    }
+    Floats(const Floats&) = delete;
+    float* get() const { return data_; }
+
+  private:
+    static constexpr int64_t inline_count = 8192;
+    alignas(64) float here_[inline_count];
+    Tensor there_;
+    float* data_;
+};
+
+// weight + weight_offset in float32: the weight's own memory where that is the same thing.
+class Gain {
+  public:
+    Gain(const std::optional<View>& weight, double offset, int64_t cols, Dtype y_type) {
+        if (!weight) return;
+        STD_TORCH_CHECK(weight->dim == 1 && weight->cols() == cols,
+                        "weight must have one element per column");
+        // Rounding to bfloat16 needs NaNs cleaned up, which the copy does.
+        if (weight->dtype == Dtype::f32 && offset == 0 && y_type != Dtype::bf16) {
+            values_ = reinterpret_cast<const float*>(weight->data);
+            return;
+        }
+        copy_.emplace(cols);
+        table().gain(weight->data, weight->dtype, offset, copy_->get(), cols);
+        values_ = copy_->get();
+    }
+    Gain(const Gain&) = delete;
+    const float* get() const { return values_; }
+
+  private:
+    std::optional<Floats> copy_;
+    const float* values_ = nullptr;
+};
+
+inline std::optional<View> view(const std::optional<Tensor>& t) {
+    return t ? std::optional<View>(std::in_place, *t) : std::nullopt;
+}
+
+}  // namespace

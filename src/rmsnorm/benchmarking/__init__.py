@@ -1,0 +1,1 @@
+"""How time is measured, and against whom."""

@@ -1,0 +1,1 @@
+"""Rows and their parts on several ranks."""

@@ -1,0 +1,1 @@
+"""The operators `torch.ops.rmsnorm.*`, their gradients and their rules."""

@@ -1,0 +1,266 @@
+// Runs saved calls on the kernels without PyTorch: under an emulator, or with sanitizers (replay.py).
+//
+//     replay CASES RESULTS
+//
+// Numbers in both files are 64 bits wide. An array is its dtype (-1: absent), rows, cols, stride and bytes.
+// Every array lies in memory of exactly its size, so that AddressSanitizer sees any access beyond it; the
+// rows of results lie apart, and what is between them is checked.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "../../csrc/kernels/kernels.h"
+
+namespace {
+
+using rmsnorm::Dtype;
+using rmsnorm::Rows;
+
+[[noreturn]] void fail(const char* why) {
+    std::fprintf(stderr, "replay: %s\n", why);
+    std::exit(1);
+}
+
+template <class T>
+T read(std::FILE* file) {
+    T value;
+    if (std::fread(&value, sizeof value, 1, file) != 1) fail("the file of cases is cut short");
+    return value;
+}
+
+constexpr int64_t line = 64;  // of the cache
+
+struct Free {
+    void operator()(void* p) const { std::free(p); }
+};
+
+class Array {
+  public:
+    Array() = default;
+
+    // A result, filled with bytes that no kernel leaves behind.
+    Array(Dtype dtype, int64_t rows, int64_t cols, int64_t gap = 3)
+        : dtype_(int64_t(dtype)), rows_(rows), cols_(cols), stride_(cols + gap) {
+        allocate();
+        std::fill(memory_.get(), memory_.get() + bytes(), sentinel);
+    }
+
+    static Array from(std::FILE* file) {
+        Array a;
+        a.dtype_ = read<int64_t>(file);
+        a.rows_ = read<int64_t>(file);
+        a.cols_ = read<int64_t>(file);
+        a.stride_ = read<int64_t>(file);
+        a.allocate();
+        if (a.bytes() && std::fread(a.data(), 1, a.bytes(), file) != a.bytes()) fail("an array is cut short");
+        return a;
+    }
+
+    explicit operator bool() const { return dtype_ >= 0; }
+    Dtype dtype() const { return Dtype(dtype_); }
+    char* data() const { return memory_.get(); }
+    const float* floats() const { return reinterpret_cast<const float*>(data()); }
+    int64_t rows() const { return rows_; }
+    int64_t cols() const { return cols_; }
+    Rows at(int64_t row) const {
+        return *this ? Rows{data() + row * stride_ * element(), stride_} : Rows{nullptr, 0};
+    }
+
+    bool same_rows(const Array& other) const {
+        for (int64_t r = 0; r < rows_; ++r)
+            if (std::memcmp(at(r).data, other.at(r).data, size_t(cols_ * element()))) return false;
+        return true;
+    }
+
+    void write(std::FILE* file) const {
+        for (int64_t r = 0; r < rows_; ++r) {
+            std::fwrite(data() + r * stride_ * element(), 1, size_t(cols_ * element()), file);
+            if (r + 1 == rows_) break;
+            for (int64_t i = cols_ * element(); i < stride_ * element(); ++i)
+                if (data()[r * stride_ * element() + i] != sentinel) fail("a kernel wrote between rows");
+        }
+    }
+
+  private:
+    static constexpr char sentinel = 0x5a;
+
+    int64_t element() const { return rmsnorm::size_of(dtype()); }
+    size_t bytes() const { return *this && rows_ ? size_t(((rows_ - 1) * stride_ + cols_) * element()) : 0; }
+    void allocate() {
+        void* found;
+        if (posix_memalign(&found, line, bytes())) fail("no memory");
+        memory_.reset(static_cast<char*>(found));
+    }
+
+    int64_t dtype_ = -1, rows_ = 0, cols_ = 0, stride_ = 0;
+    std::unique_ptr<char[], Free> memory_;
+};
+
+std::vector<float> gain_of(const rmsnorm::Kernels& kernels, const Array& weight, double offset) {
+    std::vector<float> gain(size_t(weight.cols()));
+    if (weight) kernels.gain(weight.data(), weight.dtype(), offset, gain.data(), weight.cols());
+    return gain;
+}
+
+// As csrc/ops/threads.h, without threads: all leaves, then pairs of what is left. work(begin, end, sums) takes
+// one leaf.
+template <class Work>
+void sum_rows(const rmsnorm::Kernels& kernels, int64_t rows, const Array& dweight, Work work) {
+    const int64_t cols = dweight.cols();
+    size_t leaves = 1;
+    while (int64_t(leaves) * 64 < rows) leaves *= 2;
+    std::vector<std::vector<float>> sums(leaves, std::vector<float>(size_t(cols), 0.0f));
+    auto edge = [&](size_t leaf) { return rows * int64_t(leaf) / int64_t(leaves); };
+    for (size_t leaf = 0; leaf < leaves; ++leaf) work(edge(leaf), edge(leaf + 1), sums[leaf].data());
+    for (; leaves > 1; leaves /= 2)
+        for (size_t leaf = 0; leaf < leaves; leaf += 2) {
+            kernels.accumulate(sums[leaf + 1].data(), sums[leaf].data(), cols);
+            sums[leaf / 2] = sums[leaf];
+        }
+    kernels.round(sums[0].data(), dweight.data(), dweight.dtype(), cols);
+}
+
+// Runs `call` into y, and past the cache where the groups of y allow it.
+template <class Call>
+void into(rmsnorm::Forward& f, const Array& y, Call call) {
+    f.y = y.at(0);
+    call();
+    if (f.cols * rmsnorm::size_of(f.y_type) % line) return;
+    const Array streamed(f.y_type, f.rows, f.groups * f.cols, 0);
+    f.y = streamed.at(0), f.stream = true;
+    call();
+    if (!streamed.same_rows(y)) fail("y differs when it is written past the cache");
+}
+
+void forward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
+    rmsnorm::Forward f{};
+    f.eps = read<double>(in);
+    const auto offset = read<double>(in);
+    f.y_type = Dtype(read<int64_t>(in));
+    f.x_hat_type = Dtype(read<int64_t>(in));
+    const Array x = Array::from(in), residual = Array::from(in), weight = Array::from(in);
+    f.rows = x.rows(), f.cols = x.cols(), f.x_type = x.dtype();
+    const Array y(f.y_type, f.rows, f.cols), h(f.x_type, residual ? f.rows : 0, f.cols);
+    std::unique_ptr<float[]> rstd(new float[size_t(f.rows)]);
+    const std::vector<float> gain = gain_of(kernels, weight, offset);
+
+    f.x = x.at(0);
+    if (residual) f.residual = residual.at(0), f.h = h.at(0);
+    f.rstd = rstd.get();
+    f.gain = weight ? gain.data() : nullptr;
+    into(f, y, [&] { kernels.forward(f); });
+
+    y.write(out);
+    if (residual) h.write(out);
+    std::fwrite(rstd.get(), sizeof(float), size_t(f.rows), out);
+}
+
+void gated_forward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
+    rmsnorm::GatedForward g{};
+    rmsnorm::Forward& f = g.norm;
+    f.eps = read<double>(in);
+    const auto offset = read<double>(in);
+    f.y_type = Dtype(read<int64_t>(in));
+    f.x_hat_type = Dtype(read<int64_t>(in));
+    g.normed_type = Dtype(read<int64_t>(in));
+    f.cols = read<int64_t>(in);
+    g.gate.activation = rmsnorm::Activation(read<int64_t>(in));
+    g.gate.first = !read<int64_t>(in);
+    const Array x = Array::from(in), gate = Array::from(in), weight = Array::from(in);
+    const std::vector<float> gain = gain_of(kernels, weight, offset);
+    f.x = x.at(0), f.rows = x.rows(), f.groups = x.cols() / f.cols, f.x_type = x.dtype();
+    f.gain = weight ? gain.data() : nullptr;
+    const Array y(f.y_type, f.rows, x.cols());
+    std::unique_ptr<float[]> rstd(new float[size_t(f.rows * f.groups)]);
+    f.rstd = rstd.get();
+    std::unique_ptr<float[]> scratch(new float[size_t(rmsnorm::gate_scratch(x.cols()))]);
+    g.gate.rows = gate.at(0), g.gate.scratch = scratch.get();
+    into(f, y, [&] { gate ? kernels.gated_forward(g) : kernels.forward(f); });
+    y.write(out);
+    std::fwrite(rstd.get(), sizeof(float), size_t(f.rows * f.groups), out);
+}
+
+// As in gated_ops.cpp, with one thread.
+void gated_backward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
+    rmsnorm::GatedBackward g{};
+    rmsnorm::Backward& b = g.norm;
+    const auto offset = read<double>(in);
+    const auto weight_type = Dtype(read<int64_t>(in));
+    b.cols = read<int64_t>(in);
+    g.gate.activation = rmsnorm::Activation(read<int64_t>(in));
+    g.gate.first = !read<int64_t>(in);
+    const Array dy = Array::from(in), x = Array::from(in), gate = Array::from(in), rstd = Array::from(in),
+                weight = Array::from(in);
+    const int64_t rows = x.rows(), cols = x.cols();
+    b.groups = cols / b.cols, b.dy_type = dy.dtype(), b.x_type = x.dtype();
+    const Array dx(b.x_type, rows, cols), dgate(b.x_type, gate ? rows : 0, cols),
+        dweight(weight_type, 1, cols);
+    const std::vector<float> gain = gain_of(kernels, weight, offset);
+    b.gain = weight ? gain.data() : nullptr;
+    std::unique_ptr<float[]> scratch(new float[size_t(b.cols)]),
+        gate_scratch(new float[size_t(rmsnorm::gate_scratch(cols))]);
+    b.scratch = scratch.get(), g.gate.scratch = gate_scratch.get();
+    sum_rows(kernels, rows, dweight, [&](int64_t begin, int64_t end, float* sums) {
+        b.rows = end - begin;
+        b.dy = dy.at(begin), b.x = x.at(begin), b.dx = dx.at(begin);
+        b.rstd = rstd.floats() + begin * b.groups;
+        b.dweight = sums;
+        if (gate) g.gate.rows = gate.at(begin), g.dgate = dgate.at(begin);
+        gate ? kernels.gated_backward(g) : kernels.backward(b);
+    });
+    dx.write(out);
+    if (gate) dgate.write(out);
+    dweight.write(out);
+}
+
+void backward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
+    const auto offset = read<double>(in);
+    const auto rebuilt_type = read<int64_t>(in), weight_type = read<int64_t>(in);
+    const Array dy = Array::from(in), x = Array::from(in), rstd = Array::from(in), weight = Array::from(in),
+                dh = Array::from(in);
+    const int64_t rows = x.rows(), cols = x.cols();
+    const bool rebuilds = rebuilt_type >= 0;
+    const Dtype x_type = rebuilds ? Dtype(rebuilt_type) : x.dtype();
+    const Array dx(x_type, rows, cols), dweight(Dtype(weight_type), 1, cols);
+    const std::vector<float> gain = gain_of(kernels, weight, offset);
+    std::unique_ptr<float[]> scratch(new float[size_t(cols)]);
+    sum_rows(kernels, rows, dweight, [&](int64_t begin, int64_t end, float* sums) {
+        rmsnorm::Backward b{};
+        b.rows = end - begin, b.cols = cols;
+        b.dy_type = dy.dtype(), b.x_type = x_type;
+        b.dy = dy.at(begin), b.x = x.at(begin), b.dx = dx.at(begin);
+        if (dh) b.dh = dh.at(begin);
+        b.rstd = rstd.floats() + begin;
+        b.gain = weight ? gain.data() : nullptr;
+        b.dweight = sums;
+        b.scratch = scratch.get();
+        if (rebuilds) {
+            kernels.rebuild({b.x, b.dx, b.rstd, b.gain, b.rows, cols, x.dtype(), x_type});
+            b.x = b.dx;
+        }
+        kernels.backward(b);
+    });
+    dx.write(out);
+    dweight.write(out);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+    if (count != 3) fail("usage: replay CASES RESULTS");
+    const char* error;
+    const rmsnorm::Kernels* kernels = rmsnorm::kernels(&error);
+    if (!kernels) fail(error);
+    std::FILE* in = std::fopen(arguments[1], "rb");
+    std::FILE* out = std::fopen(arguments[2], "wb");
+    if (!in || !out) fail("cannot open the files");
+    constexpr decltype(&forward) calls[] = {forward, backward, gated_forward, gated_backward};
+    for (int64_t left = read<int64_t>(in); left > 0; --left) calls[read<int64_t>(in)](*kernels, in, out);
+    std::fclose(in);
+    if (std::fclose(out)) fail("cannot write the results");
+    std::puts(kernels->name);
+}

@@ -1,0 +1,142 @@
+"""Builds replay.cpp over the kernels, and runs cases of kernel_cases.py through it.
+
+It needs no PyTorch, so it can be built for another processor and run under an emulator (test_neon.py), or with
+sanitizers, which then see nothing but our code (test_sanitizers.py).
+"""
+
+import math
+import os
+import platform
+import re
+import struct
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from rmsnorm.numerics import reference
+from tests.support.bits import difference
+
+ROOT = Path(__file__).parents[2]
+_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def host():
+    return "aarch64" if platform.machine() in ("aarch64", "arm64") else "x86_64"
+
+
+def flags():
+    """What CMakeLists.txt compiles kernels with: flags for all, and {instruction set: its own}."""
+    text = re.sub(r"#.*", "", (ROOT / "CMakeLists.txt").read_text())
+    everywhere = re.search(r"add_compile_options\((-O3[^)]*)\)", text)[1].split()
+    kernels = re.search(r"target_compile_options\(kernels_\$\{isa\} PRIVATE ([^$]*)\$\{ARGN\}", text)[1].split()
+    variables = dict(re.findall(r"set\((AVX\w+) ([^)]*)\)", text))
+    own = {
+        isa: re.sub(r"\$\{(\w+)\}", lambda name: variables[name[1]], options).split()
+        for isa, options in re.findall(r"add_kernels\((\w+)([^)]*)\)", text)
+    }
+    assert "-ffp-contract=off" in everywhere
+    assert set(own) == {"PORTABLE", "AVX2", "AVX512", "AVX512_BF16", "NEON"}
+    return [*everywhere, "-std=c++17"], kernels, own
+
+
+def compile_file(directory, source, target, *options, compiler="g++"):
+    path = directory / f"{target}.o"
+    run(compiler, *flags()[0], *options, "-c", str(ROOT / source), "-o", str(path))
+    return path
+
+
+def compile_kernels(directory, isa, options=(), compiler="g++"):
+    """One instruction set's kernels. `options` come last, and so override CMakeLists.txt's."""
+    _, kernels, own = flags()
+    names = (f"-DRMSNORM_ISA_{isa.removesuffix('_BF16')}", f"-DRMSNORM_TABLE=kernels_{isa.lower()}")
+    arguments = (*kernels, *names, *own[isa], *options)
+    return compile_file(directory, "csrc/kernels/kernels.cpp", isa, *arguments, compiler=compiler)
+
+
+def build(directory, compiler="g++", machine=None, options=(), link=()):
+    """The program's path."""
+    neon = (machine or host()) == "aarch64"
+    isas = ["PORTABLE", "NEON"] if neon else ["PORTABLE", "AVX2", "AVX512", "AVX512_BF16"]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        kernels = [pool.submit(compile_kernels, directory, isa, options, compiler) for isa in isas]
+        others = [
+            pool.submit(compile_file, directory, source, Path(source).stem, *options, compiler=compiler)
+            for source in ("csrc/kernels/isa.cpp", "tests/kernels/replay.cpp")
+        ]
+        objects = [str(future.result()) for future in kernels + others]
+    run(compiler, *options, *objects, *link, "-o", str(directory / "replay"))
+    return directory / "replay"
+
+
+def run(*command, **environment):
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+    assert process.returncode == 0, f"{' '.join(command)}\n{process.stdout}{process.stderr}"
+    return process.stdout
+
+
+def encode_all(cases):
+    return struct.pack("<q", len(cases)) + b"".join(map(encode, cases))
+
+
+def differences(program, isa, cases, encoded, directory):
+    """Runs the cases with an instruction set; the program may be preceded by its emulator. Returns what differs."""
+    given, results = directory / "cases", directory / "results"
+    given.write_bytes(encoded)
+    name = run(*program, str(given), str(results), RMSNORM_ISA=isa).strip()
+    assert name == isa
+    data, begin, found = results.read_bytes(), 0, []
+    for case in cases:
+        for index, expected in enumerate(case.expected):
+            size = expected.numel() * expected.element_size()
+            actual = torch.frombuffer(bytearray(data[begin : begin + size]), dtype=expected.dtype) if size else expected
+            begin += size
+            if (wrong := difference(actual.reshape(expected.shape), expected)) is not None:
+                found.append(f"{case.name}: result {index}: {wrong}")
+    assert begin == len(data), f"{len(data) - begin} bytes of results belong to no case"
+    return found
+
+
+def encode(case):
+    if case.op in ("normalize", "add"):
+        x, *residual, weight, eps, offset, rounding = case.arguments
+        y_type = reference.result_dtype(x, weight, reference.ROUNDINGS[rounding])
+        head = struct.pack("<qddqq", 0, eps, offset, _CODES[y_type], _CODES[x_hat_type(x, weight, rounding)])
+        return head + array(x) + array(residual[0] if residual else None) + array(weight)
+    if case.op == "gated":
+        x, gate, weight, eps, offset, rounding, group_size, activation, norm_first = case.arguments
+        normed_type = reference.result_dtype(x, weight, reference.ROUNDINGS[rounding]) if rounding else torch.float32
+        types = (case.expected[0].dtype, x_hat_type(x, weight, rounding), normed_type)
+        head = struct.pack("<qdd6q", 2, eps, offset, *map(_CODES.get, types), group_size, activation, norm_first)
+        return head + b"".join(map(array, (x, gate, weight)))
+    if case.op == "gated_backward":
+        dy, x, gate, rstd, weight, offset, group_size, activation, norm_first = case.arguments
+        weight_type = 0 if weight is None else _CODES[weight.dtype]
+        head = struct.pack("<qd4q", 3, offset, weight_type, group_size, activation, norm_first)
+        return head + b"".join(map(array, (dy, x, gate, rstd.reshape(1, -1), weight)))
+    dy, x, rstd, weight, offset, dh, *rebuilt = case.arguments
+    rebuilt_type = _CODES[rebuilt[0]] if rebuilt else -1
+    weight_type = 0 if weight is None else _CODES[weight.dtype]
+    head = struct.pack("<qdqq", 1, offset, rebuilt_type, weight_type)
+    return head + b"".join(map(array, (dy, x, rstd.reshape(1, -1), weight, dh)))
+
+
+def x_hat_type(x, weight, rounding):
+    """The type that x_hat is rounded to: the kernels' x_hat_dtype."""
+    name = reference.ROUNDINGS[rounding]
+    if name == "before_scale":
+        return x.dtype
+    return weight.dtype if name == "weight_dtype" and weight is not None else torch.float32
+
+
+def array(t):
+    """A tensor as rows; those of every other width lie two elements apart."""
+    if t is None:
+        return struct.pack("<qqqq", -1, 0, 0, 0)
+    rows = t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
+    gap = 2 * (rows.shape[1] % 2) if rows.shape[0] > 1 else 0
+    padded = torch.nn.functional.pad(rows, (0, gap), value=1e9 if t.dtype != torch.float16 else 6e4)
+    stored = padded.flatten()[: padded.numel() - gap]
+    header = struct.pack("<qqqq", _CODES[t.dtype], *rows.shape, padded.shape[1])
+    return header + stored.view(torch.int32 if t.itemsize == 4 else torch.int16).numpy().tobytes()
