@@ -4,8 +4,8 @@
 #include "kernels.h"
 
 #if defined(RMSNORM_ISA_AVX512)
-#include "float_environment.h"
 #include "../vec/vec_avx512.h"
+#include "float_environment.h"
 #elif defined(RMSNORM_ISA_AVX2)
 #include "../vec/vec_avx2.h"
 #elif defined(RMSNORM_ISA_NEON)
