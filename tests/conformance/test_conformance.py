@@ -15,9 +15,10 @@ from rmsnorm.conformance import CHECKS, calling, chosen, exact
 from rmsnorm.conformance.calling import understand
 from rmsnorm.conformance.form import find
 from rmsnorm.conformance.implementation import CannotCheck
-from rmsnorm.conformance.outcome import FAIL, NOT_APPLICABLE, NOT_PROMISED, PASS
+from rmsnorm.conformance.outcome import FAIL, NOT_APPLICABLE, NOT_PROMISED, PASS, REFUSED
 from rmsnorm.conformance.rows import hard_rows
 from tests.conformance import faulty
+from tests.conformance.faulty import formula
 from tests.support import exact as rational
 
 # torch.compile takes seconds: it has tests of its own.
@@ -42,7 +43,8 @@ def failing(found):
 
 @pytest.mark.parametrize("fault", faulty.FAULTS, ids=lambda fault: fault.norm.__name__.replace(" ", "_"))
 def test_a_fault_is_named(fault):
-    found = results(fault.norm)
+    # Rows by the ten thousand are for what fails there.
+    found = results(fault.norm, [c for c in SCORED if c.name != "many-rows" or c.name in fault.named])
     failed = failing(found)
     assert set(fault.named) <= failed
     assert fault.says in found[fault.named[0]].finding
@@ -52,10 +54,10 @@ def test_a_fault_is_named(fault):
 @pytest.mark.parametrize(
     "norm",
     [
-        faulty.right,
-        faulty.right_with_offset,
-        faulty.Right,
-        faulty.squares_in_float32,
+        formula.right,
+        formula.right_with_offset,
+        formula.Right,
+        formula.squares_in_float32,
         torch.nn.functional.rms_norm,
         torch.nn.RMSNorm,
         torch.nn.RMSNorm(48, eps=1e-6),
@@ -94,7 +96,7 @@ def test_conventions_are_found(name, words):
 
 def test_another_convention_than_expected_is_a_finding():
     for expected in (conformance.Expected(offset=1.0), conformance.Expected(rounding="before_scale")):
-        found = results(faulty.right, chosen(["convention"]), expected=expected)["convention"]
+        found = results(formula.right, chosen(["convention"]), expected=expected)["convention"]
         assert found.verdict == FAIL
         assert "was expected" in found.finding
 
@@ -105,7 +107,7 @@ def test_another_convention_than_expected_is_a_finding():
         (nn.LayerNorm, "a LayerNorm"),
         (lambda x, weight, eps=0.0: torch.nn.functional.normalize(x, dim=-1) * weight, "an L2 normalisation"),
         (lambda x, weight, eps=0.0: x * weight, "does not normalise"),
-        (lambda x, weight, eps=0.0: faulty.right(x, torch.ones_like(weight)), "its weight has no effect"),
+        (lambda x, weight, eps=0.0: formula.right(x, torch.ones_like(weight)), "its weight has no effect"),
     ],
 )
 def test_what_is_no_rms_norm_fails_at_once(norm, reason):
@@ -117,22 +119,22 @@ def test_what_is_no_rms_norm_fails_at_once(norm, reason):
 
 def test_extras_are_scored_for_those_who_promise_them():
     checks = chosen(["batch-invariance", "order-invariance", "whole-range", "accuracy-float64"])
-    found = results(faulty.other_sum_for_large_batches, checks)
+    found = results(formula.other_sum_for_large_batches, checks)
     assert {r.verdict for r in found.values()} == {NOT_PROMISED}
     assert "differs between batches of 33 and 165" in found["batch-invariance"].finding
-    assert failing(results(faulty.other_sum_for_large_batches, checks, strict=True)) == {c.name for c in checks}
-    assert {r.verdict for r in results(faulty.right, checks).values()} == {PASS}
+    assert failing(results(formula.other_sum_for_large_batches, checks, strict=True)) == {c.name for c in checks}
+    assert {r.verdict for r in results(formula.right, checks).values()} == {PASS}
 
 
 def test_results_that_depend_on_threads_are_found():
     checks = chosen(["thread-invariance"])
-    assert failing(results(faulty.other_sum_for_more_threads, checks, strict=True)) == {"thread-invariance"}
+    assert failing(results(formula.other_sum_for_more_threads, checks, strict=True)) == {"thread-invariance"}
     assert torch.get_num_threads() == 1
 
 
 def test_compiled_results_are_compared_with_eager_ones():
     checks = chosen(["compile"])
-    assert failing(results(faulty.other_results_compiled, checks, strict=True)) == {"compile", "compile-bits"}
+    assert failing(results(formula.other_results_compiled, checks, strict=True)) == {"compile", "compile-bits"}
     found = results(conformance.load("rmsnorm"), checks)
     assert [r.verdict for r in found.values()] == [PASS, PASS]
 
@@ -141,13 +143,97 @@ def test_what_is_refused_is_not_scored():
     def norm(x, weight, eps=1e-6):
         if x.dtype != torch.float32 or not x.is_contiguous() or x.shape[-1] % 8:
             raise ValueError("contiguous float32 in multiples of 8")
-        return faulty.right(x, weight, eps)
+        return formula.right(x, weight, eps)
 
     found = results(norm)
     assert not failing(found)
-    refused = {name for name, r in found.items() if r.verdict == NOT_PROMISED}
+    refused = {name for name, r in found.items() if r.verdict == REFUSED}
     assert {"accuracy-bfloat16", "widths", "strides"} <= refused
     assert "contiguous float32" in found["accuracy-bfloat16"].measured
+
+
+def _breaks(how):
+    def norm(x, weight, eps=1e-6):
+        if x.dtype != torch.float32 or x.dim() > 3 or not x.is_contiguous() or x.shape[-1] % 8:
+            how(x)
+        return formula.right(x, weight, eps)
+
+    return norm
+
+
+def _asserts(x):
+    assert x is None
+
+
+def _raises(error):
+    def how(x):
+        raise error
+
+    return how
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        _raises(RuntimeError("boom")),
+        _raises(ValueError("")),
+        _raises(IndexError("rows of 5 elements")),
+        _raises(SystemExit("rows")),
+        _raises(RuntimeError("CUDA error: an illegal memory access was encountered, size 5")),
+        lambda x: x.view(-1, 8, 0, 3),
+        lambda x: [0][x.shape[-1]],
+        lambda x: x.shape.no_such_thing,
+        lambda x: (a := x.shape, b := a[:1], b + 1),
+    ],
+    ids=["no reason", "no words", "index", "exit", "device", "view", "list", "attribute", "operand"],
+)
+def test_a_breakdown_is_no_refusal(how):
+    found = results(_breaks(how), chosen(["accuracy", "widths", "shapes", "strides"]))
+    assert {"accuracy-bfloat16", "accuracy-float16", "widths", "shapes", "strides"} <= failing(found)
+    assert "which is no clear refusal" in found["widths"].finding
+    assert "for 5x1 in float32" in found["widths"].finding
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("x must be float32, got torch.bfloat16"),
+        RuntimeError("expected scalar type Float but found BFloat16"),
+        NotImplementedError("\"rms_norm_impl\" not implemented for 'Half'"),
+        TypeError("Got unsupported ScalarType BFloat16"),
+        AssertionError("hidden size must be a multiple of 8"),
+        RuntimeError("x must be contiguous"),
+        RuntimeError("normalized_shape does not fit"),
+    ],
+    ids=str,
+)
+def test_a_clear_error_about_the_argument_is_a_refusal(error):
+    found = results(_breaks(_raises(error)), chosen(["accuracy", "widths", "shapes", "strides"]))
+    assert not failing(found)
+    score = conformance.Score.of(found.values())
+    assert (score.passed, score.scored, score.refused) == (1, 1, 6)
+
+
+def test_what_is_not_answered_is_said(capsys, write):
+    write(
+        "narrow.py",
+        NORM.format(name="norm").replace("return", "assert x.dtype == torch.float32, 'float32'\n    return"),
+    )
+    assert main(["check", "narrow.py", "--only", "accuracy"]) == 0
+    out = capsys.readouterr().out
+    assert "1 of 1 scored checks passed" in out
+    assert "not answered, because it refused: accuracy-bfloat16, accuracy-float16, accuracy-float64." in out
+    # Nothing answered is nothing checked.
+    assert main(["check", "narrow.py", "--only", "accuracy-bfloat16"]) == 2
+    assert main(["check", "torch", "--only", "weight-offset"]) == 2
+
+
+def test_without_a_compiler_compiled_code_is_not_asked_for(monkeypatch):
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/c++",))
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    found = results(conformance.load("torch"), chosen(["compile"]))
+    assert {r.verdict for r in found.values()} == {NOT_APPLICABLE}
+    assert "torch.compile does not work here" in found["compile"].measured
 
 
 def test_for_inference_no_gradient_is_asked_for():
@@ -205,7 +291,7 @@ def test_every_place_of_eps_is_recognised(place):
 
 
 def _with_out(out, x, weight, eps):
-    out.copy_(faulty.right(x, weight, eps))
+    out.copy_(formula.right(x, weight, eps))
 
 
 class _Epsilon(nn.Module):
@@ -215,7 +301,7 @@ class _Epsilon(nn.Module):
         self.epsilon, self.offset = epsilon, float(add_unit_offset)
 
     def forward(self, x):
-        return faulty.right(x, self.gamma + self.offset, self.epsilon)
+        return formula.right(x, self.gamma + self.offset, self.epsilon)
 
 
 class _OffsetSecond(nn.Module):
@@ -227,23 +313,23 @@ class _OffsetSecond(nn.Module):
         self.unit_offset = unit_offset
 
     def forward(self, x):
-        return faulty.right(x, self.g + float(self.unit_offset), 1e-6)
+        return formula.right(x, self.g + float(self.unit_offset), 1e-6)
 
 
 @pytest.mark.parametrize(
     ("target", "calls"),
     [
-        (lambda x, weight, eps: faulty.right(x, weight, eps), "it(x, weight=weight, eps=eps)"),
-        (lambda h, gain, variance_epsilon: faulty.right(h, gain, variance_epsilon), "variance_epsilon=eps"),
-        (lambda a, b, c=1e-6: faulty.right(a, b, c), "it(x, weight, eps)"),
-        (lambda *given: faulty.right(*given), "it(x, weight, eps)"),
+        (lambda x, weight, eps: formula.right(x, weight, eps), "it(x, weight=weight, eps=eps)"),
+        (lambda h, gain, variance_epsilon: formula.right(h, gain, variance_epsilon), "variance_epsilon=eps"),
+        (lambda a, b, c=1e-6: formula.right(a, b, c), "it(x, weight, eps)"),
+        (lambda *given: formula.right(*given), "it(x, weight, eps)"),
         (
-            lambda x, shape, scale, epsilon=1e-6: faulty.right(x, scale, epsilon),
+            lambda x, shape, scale, epsilon=1e-6: formula.right(x, scale, epsilon),
             "it(x, shape=shape, scale=weight, epsilon=eps)",
         ),
         (_with_out, "it(out, x, weight, eps)"),
-        (lambda x, eps=1e-6: faulty.right(x, torch.ones(x.shape[-1]), eps), "it(x, eps=eps)"),
-        (lambda x, weight, eps: (faulty.right(x, weight, eps), None), "it(x, weight=weight, eps=eps)"),
+        (lambda x, eps=1e-6: formula.right(x, torch.ones(x.shape[-1]), eps), "it(x, eps=eps)"),
+        (lambda x, weight, eps: (formula.right(x, weight, eps), None), "it(x, weight=weight, eps=eps)"),
         (_OffsetSecond, "it(width, unit_offset=offset)(x)"),
         (torch.rms_norm, "it(x, shape, weight, eps)"),
         (_Epsilon, "it(width, epsilon=eps, add_unit_offset=offset)(x)"),
@@ -349,12 +435,12 @@ def test_the_report_as_a_table_json_and_a_page(capsys, tmp_path):
     assert main(["check", "torch", "--only", "eps", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [r["name"] for r in report["results"]] == ["eps", "eps-text"]
-    assert report["score"] == {"passed": 2, "scored": 2, "extras_passed": 0, "extras": 0}
+    assert report["score"] == {"passed": 2, "scored": 2, "extras_passed": 0, "extras": 0, "refused": 0}
 
 
 def test_findings_exit_with_1_and_are_told(capsys, tmp_path):
     page = tmp_path / "page.html"
-    target = "tests.conformance.faulty:eps_outside_the_root"
+    target = "tests.conformance.faulty.formula:eps_outside_the_root"
     assert main(["check", target, "--only", "eps", "--html", str(page)]) == 1
     assert "eps: eps is not added to the mean inside the root" in capsys.readouterr().out
     assert "not added to the mean inside the root" in page.read_text()

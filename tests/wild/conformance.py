@@ -12,7 +12,7 @@ import torch
 from rmsnorm.conformance import CHECKS, named
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
-MARKS = {"pass": "✓", "fail": "✗", "not promised": "○", "not applicable": "-", "not run": "?"}
+MARKS = {"pass": "✓", "fail": "✗", "not promised": "○", "refused": "○", "not applicable": "-", "not run": "?"}
 _INTRODUCTION = """\
 # RMSNorm under examination
 
@@ -116,7 +116,7 @@ def document(reports, missing):
     lines += told or ["Nothing."]
     lines += ["", "## What is refused", ""]
     for name, report in reports.items():
-        refused = [r for r in report["results"] if r["verdict"] == "not promised" and "refuse" in r["measured"]]
+        refused = [r for r in report["results"] if r["verdict"] == "refused"]
         if refused:
             lines.append(f"- `{name}`: " + "; ".join(f"{r['name']} ({_brief(r['measured'])})" for r in refused) + ".")
     if missing:

@@ -6,7 +6,9 @@ implementation.py  what is checked, and what it raises
 form.py            which RMSNorm it is: offset, eps and its place, rounding
 exact.py           what is right
 context.py         an implementation, run beside what is right
-suite.py           the checks in order: accuracy.py, settings.py, inputs.py, gradients.py, invariance.py
+suite.py           the checks in order: accuracy.py, settings.py, inputs.py, sizes.py, gradients.py, graph.py,
+                   calls.py, memory.py, invariance.py
+refusal.py         which exceptions are fair
 outcome.py         a check and its result
 """
 

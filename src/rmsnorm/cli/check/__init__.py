@@ -3,7 +3,7 @@
 IMPLEMENTATION is a known name (--list), module:callable, module:Class, or file.py:callable. A function is called like
 f(x, weight, eps), a class made like C(dim, eps=eps); what it takes is found by trying. Each convention of rounding is
 judged by itself, and what only some libraries promise is an extra, which is not scored. Exits with 0 if every scored
-check passes, 1 if not, 2 if there is nothing to check, 130 on Ctrl-C, with a report of what had been done.
+check passes, 1 if not, 2 if nothing was checked or all was refused, 130 on Ctrl-C, with a report of what had been done.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise CannotRun(f"{arguments.html} cannot be written: {error.strerror}") from None
         print(f"wrote {arguments.html}", file=sys.stderr)
-    return 130 if report.interrupted else 1 if report.findings else 0
+    return report.exit_code
 
 
 def examine(arguments: argparse.Namespace) -> Report:
