@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.conformance.faulty import formula, stateful
+from tests.conformance.faulty import formula, shared, stateful
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ FAULTS = (
     Fault(stateful.eps_of_the_first_norm, ("call-sequence",), "y is wrong for"),
     Fault(stateful.dtype_of_the_first_call, ("call-sequence",), "its dtype is wrong for"),
     Fault(stateful.statistics_by_address, ("call-sequence",), "that of an earlier x at the same address"),
-    Fault(stateful.result_in_one_buffer, ("own-memory",), "a result is overwritten by the next call"),
-    Fault(stateful.zeros_as_they_came, ("own-memory",), "the result for rows of zeros lies in the memory of its input"),
-    Fault(stateful.expanded_as_it_came, ("own-memory",), "lie in one another's memory"),
-    Fault(stateful.results_handed_out_again, ("own-memory",), "results are kept and handed out again"),
-    Fault(stateful.every_input_kept, ("memory-kept",), "inputs are still in memory"),
-    Fault(stateful.one_workspace_for_all_threads, ("calls-at-once",), "called from 4 Python threads at once"),
-    Fault(stateful.draws_random_numbers, ("process-settings",), "PyTorch's random state, Python's random state"),
-    Fault(stateful.subnormals_become_zero, ("process-settings",), "whether subnormal numbers are zero"),
-    Fault(stateful.changes_the_number_of_threads, ("process-settings",), "the number of threads"),
+    Fault(shared.result_in_one_buffer, ("own-memory",), "a result is overwritten by the next call"),
+    Fault(shared.zeros_as_they_came, ("own-memory",), "the result for rows of zeros lies in the memory of its input"),
+    Fault(shared.expanded_as_it_came, ("own-memory",), "lie in one another's memory"),
+    Fault(shared.results_handed_out_again, ("own-memory",), "results are kept and handed out again"),
+    Fault(shared.every_input_kept, ("memory-kept",), "inputs are still in memory"),
+    Fault(shared.one_workspace_for_all_threads, ("calls-at-once",), "called from 4 Python threads at once"),
+    Fault(shared.draws_random_numbers, ("process-settings",), "PyTorch's random state, Python's random state"),
+    Fault(shared.subnormals_become_zero, ("process-settings",), "whether subnormal numbers are zero"),
+    Fault(shared.changes_the_number_of_threads, ("process-settings",), "the number of threads"),
 )
