@@ -91,13 +91,13 @@ def test_what_is_not_answered_is_said(capsys, write):
         "narrow.py",
         NORM.format(name="norm").replace("return", "assert x.dtype == torch.float32, 'float32'\n    return"),
     )
-    assert main(["check", "narrow.py", "--only", "accuracy"]) == 0
+    assert main(["check", "narrow.py", "--only", "accuracy", "--in-process"]) == 0
     out = capsys.readouterr().out
     assert "1 of 1 scored checks passed" in out
     assert "not answered, because it refused: accuracy-bfloat16, accuracy-float16, accuracy-float64." in out
     # Nothing answered is nothing checked.
-    assert main(["check", "narrow.py", "--only", "accuracy-bfloat16"]) == 2
-    assert main(["check", "torch", "--only", "weight-offset"]) == 2
+    assert main(["check", "narrow.py", "--only", "accuracy-bfloat16", "--in-process"]) == 2
+    assert main(["check", "torch", "--only", "weight-offset", "--in-process"]) == 2
 
 
 def test_without_a_compiler_compiled_code_is_not_asked_for(monkeypatch):

@@ -21,7 +21,7 @@ Made by `make conformance`; do not edit.
 `rmsnorm check IMPLEMENTATION` takes anybody's RMSNorm through the questions below: `rmsnorm check torch`, `rmsnorm
 check mymodel.layers:RMSNorm`, `rmsnorm check norm.py:rms_norm`. It tells on the terminal, with `--json`, and with
 `--html FILE` as a page. Exit codes: 0 all scored checks passed, 1 something was found, 2 nothing to check, 130
-interrupted.
+interrupted. Nothing is checked where every check asked for is refused, too.
 
 ## What is right
 
@@ -51,8 +51,13 @@ Gradients are in *roundings*, half a unit, of the terms that they are made of: d
 dy gain, x_hat, their difference, the result), in float32 sixteen; dweight has four of each term, and those of a
 float32 sum in any order.
 
-*Fair*: what is refused with an exception is not scored, except that an input of no rows and a backward must not
-raise. What only some libraries promise is an extra: it is shown, and scored where it is promised, or with `--strict`.
+Calls leave nothing behind: sequences of them, in other sizes and dtypes, with weights that changed, with backwards in
+other orders and from several threads, must have the answers that each has alone; results must be their own memory.
+
+*Fair*: what is refused is not scored, and the score names it. A refusal is a clear error about the argument, its
+dtype, shape, layout or device; any other exception is a fault, and so is any for an input of no rows or in a backward.
+Checks run in a process of their own, so that a crash is a finding too. What only some libraries promise is an extra: it
+is shown, and scored where it is promised, or with `--strict`.
 
 """
 

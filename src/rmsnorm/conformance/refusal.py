@@ -24,7 +24,8 @@ _NAMED = re.compile(
 _ACCIDENTS = re.compile(
     r"is invalid for input of size|must match the (existing )?size|view size is not compatible|cannot be multiplied"
     r"|out of (bounds|range|memory)|can't allocate memory|values to unpack|cannot unpack|unsupported operand"
-    r"|can only concatenate|object (is not|has no|cannot|does not)|NoneType|unexpected keyword|positional argument|required .*argument"
+    r"|can only concatenate"
+    r"|object (is not|has no|cannot|does not)|NoneType|unexpected keyword|positional argument|required .*argument"
     r"|illegal|misaligned|CUDA error|INTERNAL ASSERT|is not defined|referenced before|must be real number",
     re.IGNORECASE,
 )

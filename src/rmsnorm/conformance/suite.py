@@ -95,14 +95,19 @@ def run(
         form = find(implementation, device)
     except (NotRMSNorm, Raised) as reason:
         why = "no RMSNorm" if isinstance(reason, NotRMSNorm) else "does not run on ordinary float32 rows"
-        yield _result(CONVENTION, failed("not recognised", f"{why}: {reason}"))
-        yield from (_result(c, not_applicable(NO_FORM)) for c in checks if c is not CONVENTION)
+        yield from without_form(checks, failed("not recognised", f"{why}: {reason}"))
         return
     context = CheckContext(implementation, form, device)
     for check in checks:
         if check is not CONVENTION:
             step(check.name)
-        yield _result(check, _outcome(check, context, expected, strict))
+        yield result_of(check, _outcome(check, context, expected, strict))
+
+
+def without_form(checks: Iterable[Check], why: Outcome) -> Iterator[Result]:
+    """The results where the convention could not be found: that, and no others."""
+    yield result_of(CONVENTION, why)
+    yield from (result_of(check, not_applicable(NO_FORM)) for check in checks if check is not CONVENTION)
 
 
 def _outcome(check: Check, context: CheckContext, expected: Expected, strict: bool) -> Outcome:
@@ -120,7 +125,8 @@ def _outcome(check: Check, context: CheckContext, expected: Expected, strict: bo
     return outcome
 
 
-def _result(check: Check, outcome: Outcome) -> Result:
+def result_of(check: Check, outcome: Outcome) -> Result:
+    """An outcome, as that of a check."""
     return Result(
         check.name,
         check.meaning,
@@ -134,7 +140,7 @@ def _result(check: Check, outcome: Outcome) -> Result:
 
 def skipped(checks: Iterable[Check]) -> list[Result]:
     """Results of checks that did not come to run."""
-    return [_result(check, Outcome(NOT_RUN, "")) for check in checks]
+    return [result_of(check, Outcome(NOT_RUN, "")) for check in checks]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 
 from rmsnorm.benchmarking.peers import PEERS
 from rmsnorm.cli.requirements import is_installed
-from rmsnorm.conformance import CHECKS, Check, Implementation, Result, Score, named, suite
+from rmsnorm.conformance import CHECKS, About, Check, Result, Score, named, suite
 from rmsnorm.conformance.outcome import FAIL, NOT_APPLICABLE, NOT_PROMISED, NOT_RUN, PASS, REFUSED
 
 STYLES = {
@@ -44,7 +44,7 @@ class Report:
     @classmethod
     def of(
         cls,
-        implementation: Implementation,
+        about: About,
         checks: Iterable[Check],
         results: list[Result],
         device: torch.device,
@@ -59,9 +59,9 @@ class Report:
         everything = [*results, *suite.skipped(rest)]
         score = Score.of(everything)
         return cls(
-            implementation.name,
-            implementation.calls,
-            implementation.source,
+            about.name,
+            about.calls,
+            about.source,
             where,
             strict,
             everything,
