@@ -81,7 +81,7 @@ def races(times):
 
 def test_the_sentence_of_where_others_lead_follows_from_the_files(times, section):
     said = re.search(
-        r"faster in (\d+) of (\d+) contests, most of all (\S+) on (\d+ x \d+) in (\w+), .*?took ([\d.]+)", section
+        r"faster in (\d+) of (\d+) contests, most of all (\S+) on (\d+x\d+) in (\w+), .*?took ([\d.]+)", section
     )
     lead = {(key, min(others, key=others.get)): ours / min(others.values()) for key, ours, others in races(times)}
     total = sum(1 for _ in races(times))
@@ -91,7 +91,7 @@ def test_the_sentence_of_where_others_lead_follows_from_the_files(times, section
         str(sum(ratio > 1 for ratio in ratios)),
         str(total),
         name,
-        shape.replace("x", " x "),
+        shape,
         dtype,
         f"{max(ratios):.2f}",
     )
@@ -114,10 +114,10 @@ def test_the_sentence_of_copies_follows_from_the_files(times, section, dtype, si
 
 
 def test_figures_of_the_four_rows_are_in_the_files(times, section):
-    rows = re.findall(r"\| (\w+) \| (\d+) x (\d+) \| (\w+) \| \*\*([\d.,]+)\*\* \| ([\d.,]+) \|", section)
+    rows = re.findall(r"\| (\w+) \| (\d+x\d+) \| (\w+) \| \**([\d.,]+)\** \| ([\d.,]+) \|", section)
     assert len(rows) == 4
-    for label, height, width, dtype, ours, eager in rows:
-        us = times[f"{'training' if label == 'training' else 'forward'}-1-thread", f"{height}x{width}", dtype]
+    for label, shape, dtype, ours, eager in rows:
+        us = times[f"{'training' if label == 'training' else 'forward'}-1-thread", shape, dtype]
         for said, contestant in ((ours, "rmsnorm"), (eager, "F.rms_norm")):
             assert float(said.replace(",", "")) == pytest.approx(us[contestant], rel=0.005)  # three digits
 
