@@ -18,22 +18,24 @@ _INTRODUCTION = """\
 
 Made by `make conformance`; do not edit.
 
-`rmsnorm check IMPLEMENTATION` takes anybody's RMSNorm through the questions below: `rmsnorm check torch`, `rmsnorm
-check mymodel.layers:RMSNorm`, `rmsnorm check norm.py:rms_norm`. It tells on the terminal, with `--json`, and with
-`--html FILE` as a page. Exit codes: 0 all scored checks passed, 1 something was found, 2 nothing to check, 130
-interrupted.
+`rmsnorm check IMPLEMENTATION` takes anybody's RMSNorm through the questions below:
+`rmsnorm check torch`, `rmsnorm check mymodel.layers:RMSNorm`, `rmsnorm check norm.py:rms_norm`. It
+tells on the terminal, with `--json`, and with `--html FILE` as a page. Exit codes: 0 all scored
+checks passed, 1 something was found, 2 nothing to check, 130 interrupted.
 
 ## What is right
 
-First the *form* is found, by running it: the offset that is added to the weight, eps and where it stands, where
-16-bit values are rounded. Everything else is judged by that very form: an implementation with eps outside the root
-fails `eps`, and its accuracy is still measured against the formula that it computes.
+First the *form* is found, by running it: the offset that is added to the weight, eps and where it
+stands, where 16-bit values are rounded. Everything else is judged by that very form: an
+implementation with eps outside the root fails `eps`, and its accuracy is still measured against the
+formula that it computes.
 
-Errors are in *units in the last place* (ulp) of the result, against exact arithmetic: float64 for float32 and 16-bit
-inputs, where its own error is below 2^-22 ulp, and rational numbers for float64. The rows are fixed: normally
-distributed, large, small, as small as eps, all positive, one outlier, eight binades, heavy tails, sparse, of one
-magnitude, powers of two, and just below powers of two; 64, 1024 and 4096 wide. An error passes if it is at most what
-the convention has to round, and one unit more:
+Errors are in *units in the last place* (ulp) of the result, against exact arithmetic: float64 for
+float32 and 16-bit inputs, where its own error is below 2^-22 ulp, and rational numbers for float64.
+The rows are fixed: normally distributed, large, small, as small as eps, all positive, one outlier,
+eight binades, heavy tails, sparse, of one magnitude, powers of two, and just below powers of two;
+64, 1024 and 4096 wide. An error passes if it is at most what the convention has to round, and one
+unit more:
 
 | | float32, float64 | bfloat16, float16 |
 | --- | --- | --- |
@@ -44,15 +46,17 @@ the convention has to round, and one unit more:
 | the gain, with an offset | 1 | |
 | one more | 1 | 1 |
 
-An error that is common to all elements of a row is below one unit and still moves a model: `row-factor` finds it by
-regression, where independent roundings average out. Its limit is six standard deviations of those.
+An error that is common to all elements of a row is below one unit and still moves a model:
+`row-factor` finds it by regression, where independent roundings average out. Its limit is six
+standard deviations of those.
 
-Gradients are in *roundings*, half a unit, of the terms that they are made of: dx in 16 bits may have four (after u =
-dy gain, x_hat, their difference, the result), in float32 sixteen; dweight has four of each term, and those of a
-float32 sum in any order.
+Gradients are in *roundings*, half a unit, of the terms that they are made of: dx in 16 bits may
+have four (after u = dy gain, x_hat, their difference, the result), in float32 sixteen; dweight has
+four of each term, and those of a float32 sum in any order.
 
-*Fair*: what is refused with an exception is not scored, except that an input of no rows and a backward must not
-raise. What only some libraries promise is an extra: it is shown, and scored where it is promised, or with `--strict`.
+*Fair*: what is refused with an exception is not scored, except that an input of no rows and a
+backward must not raise. What only some libraries promise is an extra: it is shown, and scored where
+it is promised, or with `--strict`.
 
 """
 
