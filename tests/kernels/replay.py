@@ -12,11 +12,11 @@ import struct
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from rmsnorm.numerics import reference
+from rmsnorm.spec import NormSpec
 from tests.kernels.kernel_calls import x_hat_type
 from tests.support.bits import difference
 
@@ -117,36 +117,32 @@ def encode(case):
     return head + b"".join(map(array, (dy, x, gate, rstd.reshape(1, -1), weight, dh)))
 
 
-class Spec(NamedTuple):
-    """NormSpec's fields (csrc/ops/normalize.h)."""
-
-    eps: float = 0.0
-    weight_offset: float = 0.0
-    rounding: int = 0
-    group_size: int = 0
-    activation: int = 0
-    gate_first: bool = False
-    exact_sum: bool = False
-    alpha: float = 1.0
-
-
-# From an operator's arguments to x, residual, gate, weight and Spec;
-# to dy, x, gate, rstd, weight, dh, what x is rebuilt in, and Spec.
+# From an operator's arguments to x, residual, gate, weight and NormSpec;
+# to dy, x, gate, rstd, weight, dh, what x is rebuilt in, and NormSpec.
 FORWARDS = {
-    "normalize": lambda x, weight, *options: (x, None, None, weight, Spec(*options)),
-    "add": lambda x, residual, weight, *options: (x, residual, None, weight, Spec(*options)),
-    "gated": lambda x, gate, weight, *options: (x, None, gate, weight, Spec(*options)),
+    "normalize": lambda x, weight, *options: (x, None, None, weight, NormSpec(*options)),
+    "add": lambda x, residual, weight, *options: (x, residual, None, weight, NormSpec(*options)),
+    "gated": lambda x, gate, weight, *options: (x, None, gate, weight, NormSpec(*options)),
     "residual": lambda x, residual, weight, eps, offset, rounding, size, exact, alpha: (
         *(x, residual, None, weight),
-        Spec(eps, offset, rounding, size, exact_sum=exact, alpha=alpha),
+        NormSpec(eps, offset, rounding, size, exact_sum=exact, alpha=alpha),
     ),
 }
 BACKWARDS = {
-    "backward": lambda dy, x, rstd, weight, offset, dh: (dy, x, None, rstd, weight, dh, None, Spec(0.0, offset)),
-    "rebuild": lambda dy, y, rstd, weight, offset, dh, dtype: (dy, y, None, rstd, weight, dh, dtype, Spec(0.0, offset)),
+    "backward": lambda dy, x, rstd, weight, offset, dh: (dy, x, None, rstd, weight, dh, None, NormSpec(0.0, offset)),
+    "rebuild": lambda dy, y, rstd, weight, offset, dh, dtype: (
+        dy,
+        y,
+        None,
+        rstd,
+        weight,
+        dh,
+        dtype,
+        NormSpec(0.0, offset),
+    ),
     "gated_backward": lambda dy, x, gate, rstd, weight, dh, offset, *form: (
         *(dy, x, gate, rstd, weight, dh, None),
-        Spec(0.0, offset, 0, *form),
+        NormSpec(0.0, offset, 0, *form),
     ),
 }
 
