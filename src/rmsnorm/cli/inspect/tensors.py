@@ -96,13 +96,19 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
     except OSError as error:
         raise CannotRun(f"{path} cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:
-        raise CannotRun(f"{path} is no sound .safetensors file: {error}") from None
+        pointer = "a pointer of Git LFS: fetch the file itself" if _is_pointer(path) else str(error)
+        raise CannotRun(f"{path} is no sound .safetensors file: {pointer}") from None
     found = {}
     for name, part in slices.items():
         dtype = part.get_dtype()
         shown = _DTYPES.get(dtype, re.sub(r"^([IU])(\d+)$", lambda m: f"{'u' * (m[1] == 'U')}int{m[2]}", dtype))
         found[name] = Stored(name, tuple(part.get_shape()), shown, partial(file.get_tensor, name))
     return found
+
+
+def _is_pointer(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(8) == b"version "
 
 
 def of_module(name: str, t: Tensor) -> Stored:
