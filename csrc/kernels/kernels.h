@@ -40,7 +40,7 @@ struct Forward {
     float* scratch;    // forward_scratch(*this) floats
     int64_t rows, cols, groups;
     double eps;
-    double alpha;      // t = x * alpha, rounded to x's dtype; t = x where alpha is 1
+    double alpha;     // t = x * alpha, rounded to x's dtype; t = x where alpha is 1
     bool exact_sum;   // u is t + residual in float32, not h
     bool gate_first;  // the gate comes before the norm
     Activation activation;

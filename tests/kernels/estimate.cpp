@@ -36,7 +36,8 @@ Factors largest_rest(float* u_found, float* x_found) {
     for (uint32_t bits = 0x5f7ff000; bits < 0x5f7fffff; ++bits) {
         const float u = float_of(bits), product = u * x;
         const double rest = double(u) * double(x) - double(product);
-        if (product < float_of(0x7f800000) && float(rest) > best) best = float(rest), *u_found = u, *x_found = x;
+        if (product < float_of(0x7f800000) && float(rest) > best)
+            best = float(rest), *u_found = u, *x_found = x;
     }
     expect(best > 0.9 * power_of_two(103), "no product leaves a large rest");
     return {set(*u_found), set(*x_found)};
@@ -69,10 +70,13 @@ int main() {
 
     const float infinity = float_of(0x7f800000);
     for (float factor : {infinity, -infinity, float_of(0x7fc00000)})
-        expect(!is_settled(sum_of(64, {set(factor), set(1)}), 64, 1), "no factor that is not finite is settled");
-    expect(!is_settled(sum_of(64, {set(2e30f), set(1e30f)}), 64, 1e-38), "no product beyond float32 is settled");
+        expect(!is_settled(sum_of(64, {set(factor), set(1)}), 64, 1),
+               "no factor that is not finite is settled");
+    expect(!is_settled(sum_of(64, {set(2e30f), set(1e30f)}), 64, 1e-38),
+           "no product beyond float32 is settled");
     // k itself may leave float32: that is an answer.
-    expect(is_settled(sum_of(64, {set(1e30f), set(1e3f)}), 64, 1e30), "an infinite k of a finite sum is settled");
+    expect(is_settled(sum_of(64, {set(1e30f), set(1e3f)}), 64, 1e30),
+           "an infinite k of a finite sum is settled");
     expect(is_settled(sum_of(64, {set(0), set(1e3f)}), 64, 1), "zeros are settled");
     return failures;
 }

@@ -102,7 +102,8 @@ class Array {
 };
 
 struct Gain {
-    Gain(const rmsnorm::Kernels& kernels, const Array& weight, double offset) : values(size_t(weight.cols())) {
+    Gain(const rmsnorm::Kernels& kernels, const Array& weight, double offset)
+        : values(size_t(weight.cols())) {
         if (!weight) return;
         kernels.gain(weight.data(), weight.dtype(), offset, values.data(), weight.cols());
         vector = {values.data(), true};
@@ -154,10 +155,12 @@ void forward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
     f.activation = rmsnorm::Activation(read<int64_t>(in));
     f.gate_first = read<int64_t>(in);
     f.exact_sum = read<int64_t>(in);
-    const Array x = Array::from(in), residual = Array::from(in), gate = Array::from(in), weight = Array::from(in);
+    const Array x = Array::from(in), residual = Array::from(in), gate = Array::from(in),
+                weight = Array::from(in);
     const Gain gain(kernels, weight, offset);
     f.rows = x.rows(), f.groups = x.cols() / f.cols;
-    const Array y(y_type, f.rows, x.cols()), h = residual ? Array(residual.dtype(), f.rows, x.cols()) : Array();
+    const Array y(y_type, f.rows, x.cols()),
+        h = residual ? Array(residual.dtype(), f.rows, x.cols()) : Array();
     const int64_t groups = f.rows * f.groups;
     const auto rstd = floats(groups);
     f.x = x.at(0), f.residual = residual.at(0), f.h = h.at(0), f.gate = gate.at(0);
@@ -182,8 +185,8 @@ void backward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
                 weight = Array::from(in), dh = Array::from(in);
     const int64_t rows = x.rows(), cols = x.cols();
     const bool rebuilds = rebuilt_type >= 0;
-    const Array dx(rebuilds ? Dtype(rebuilt_type) : x.dtype(), rows, cols), dweight(Dtype(weight_type), 1, cols),
-        dgate = gate ? Array(gate.dtype(), rows, cols) : Array();
+    const Array dx(rebuilds ? Dtype(rebuilt_type) : x.dtype(), rows, cols),
+        dweight(Dtype(weight_type), 1, cols), dgate = gate ? Array(gate.dtype(), rows, cols) : Array();
     const Gain gain(kernels, weight, offset);
     b.groups = cols / b.cols, b.gain = gain.vector, b.gate = gate.at(0);
     const auto scratch = floats(rmsnorm::backward_scratch(b));
