@@ -139,7 +139,7 @@ def where_others_lead() -> str:
     threads = f"{most.threads} thread{'s' if most.threads > 1 else ''}"
     return (
         f"Another kernel was faster in {len(lost)} of {total} contests, most of all {most.best[0]} on "
-        f"{spaced(most.shape)} in {most.dtype}, {threads}: ours took {most.ours / most.best[1]:.2f} times as long."
+        f"{most.shape} in {most.dtype}, {threads}: ours took {most.ours / most.best[1]:.2f} times as long."
     )
 
 
@@ -151,10 +151,6 @@ def digits(us: float) -> str:
     return f"{us:,.{2 if us < 9.995 else 1 if us < 99.95 else 0}f}"
 
 
-def spaced(shape: str) -> str:
-    return shape.replace("x", " x ")
-
-
 def table(races: list[Contest]) -> list[str]:
     """A line for each contest, a column for each contestant; the fastest norm in bold."""
     names = list(dict.fromkeys(name for c in races for name in c.others))
@@ -164,7 +160,7 @@ def table(races: list[Contest]) -> list[str]:
         times = [c.ours, *(c.others.get(name) for name in names)]
         least = min(t for t in times if t is not None)
         cells = ["" if t is None else f"**{digits(t)}**" if t == least else digits(t) for t in times]
-        lines.append(f"| {c.threads} | {spaced(c.shape)} | {c.dtype} | {digits(c.copy)} | {' | '.join(cells)} |")
+        lines.append(f"| {c.threads} | {c.shape} | {c.dtype} | {digits(c.copy)} | {' | '.join(cells)} |")
     return lines
 
 
@@ -175,7 +171,7 @@ def gated_table() -> list[str]:
     ]
     names = ("copy", "fresh copy", "rmsnorm, qwen3_next", "qwen3_next", "rmsnorm, mamba2", "mamba2")
     for line in map(json.loads, GATED.read_text().splitlines()):
-        shape, dtype = " x ".join(map(str, line["shape"])), line["dtype"].removeprefix("torch.")
+        shape, dtype = "x".join(map(str, line["shape"])), line["dtype"].removeprefix("torch.")
         lines.append(f"| {line['what']} | {shape} | {dtype} | {' | '.join(digits(line['us'][n]) for n in names)} |")
     return lines
 
@@ -187,7 +183,7 @@ def lead_table() -> list[str]:
     ]
     for title, c in sorted(slower(), key=lambda item: -item[1].ours / item[1].best[1]):
         name, best = c.best
-        cells = (title, c.what, c.threads, spaced(c.shape), c.dtype, digits(c.ours), f"{name} {digits(best)}")
+        cells = (title, c.what, c.threads, c.shape, c.dtype, digits(c.ours), f"{name} {digits(best)}")
         lines.append(f"| {' | '.join(map(str, cells))} | {c.ours / best:.2f} times |")
     return lines
 
@@ -213,8 +209,9 @@ def section() -> str:
     for label, *key in README_ROWS:
         c = found[tuple(key)]
         name, best = c.best
-        cells = [f"**{digits(c.ours)}**", *(digits(c.others[n]) for n in columns), f"{digits(best)} ({name})"]
-        lines.append(f"| {label} | {spaced(c.shape)} | {c.dtype} | {' | '.join(cells)} |")
+        ours = f"**{digits(c.ours)}**" if c.ours < best else digits(c.ours)
+        cells = [ours, *(digits(c.others[n]) for n in columns), f"{digits(best)} ({name})"]
+        lines.append(f"| {label} | {c.shape} | {c.dtype} | {' | '.join(cells)} |")
     in_place = [c for c in contests(in_place=True) if c.large and c.threads == 1]
     copies = {dtype: span(c.ours / c.copy for c in in_place if c.dtype == dtype) for dtype in ("float32", "bfloat16")}
     words = (

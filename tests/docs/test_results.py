@@ -81,7 +81,7 @@ def races(times):
 
 def test_the_sentence_of_where_others_lead_follows_from_the_files(times, section):
     said = re.search(
-        r"faster in (\d+) of (\d+) contests, most of all (\S+) on (\d+ x \d+) in (\w+), .*?took ([\d.]+)", section
+        r"faster in (\d+) of (\d+) contests, most of all (\S+) on (\d+x\d+) in (\w+), .*?took ([\d.]+)", section
     )
     lead = {(key, min(others, key=others.get)): ours / min(others.values()) for key, ours, others in races(times)}
     total = sum(1 for _ in races(times))
@@ -91,7 +91,7 @@ def test_the_sentence_of_where_others_lead_follows_from_the_files(times, section
         str(sum(ratio > 1 for ratio in ratios)),
         str(total),
         name,
-        shape.replace("x", " x "),
+        shape,
         dtype,
         f"{max(ratios):.2f}",
     )
@@ -114,10 +114,10 @@ def test_the_sentence_of_copies_follows_from_the_files(times, section, dtype, si
 
 
 def test_figures_of_the_four_rows_are_in_the_files(times, section):
-    rows = re.findall(r"\| (\w+) \| (\d+) x (\d+) \| (\w+) \| \*\*([\d.,]+)\*\* \| ([\d.,]+) \|", section)
+    rows = re.findall(r"\| (\w+) \| (\d+x\d+) \| (\w+) \| \**([\d.,]+)\** \| ([\d.,]+) \|", section)
     assert len(rows) == 4
-    for label, height, width, dtype, ours, eager in rows:
-        us = times[f"{'training' if label == 'training' else 'forward'}-1-thread", f"{height}x{width}", dtype]
+    for label, shape, dtype, ours, eager in rows:
+        us = times[f"{'training' if label == 'training' else 'forward'}-1-thread", shape, dtype]
         for said, contestant in ((ours, "rmsnorm"), (eager, "F.rms_norm")):
             assert float(said.replace(",", "")) == pytest.approx(us[contestant], rel=0.005)  # three digits
 
@@ -127,3 +127,27 @@ def test_nothing_is_said_of_speed_outside_what_is_made_from_the_files():
     said = text[: text.index(report.BEGIN)] + text[text.index(report.END) :]
     for words in (said, (ROOT / "pyproject.toml").read_text()):
         assert not re.search(r"memory speed|[Ff]aster|\d ?(?:us|µs|ms|times|x as)\b|GB/s", words)
+
+
+def test_the_table_of_compiled_code_is_in_its_file():
+    """docs/compile.md: medians rounded to microseconds, and by how much the formula is faster at most."""
+    text = (ROOT / "docs" / "compile.md").read_text()
+    lines = map(json.loads, (report.FOLDER / "compiled-1-thread.jsonl").read_text().splitlines())
+    measured = {(x["what"], x["dtype"].removeprefix("torch."), "x".join(map(str, x["shape"]))): x["us"] for x in lines}
+    label, compared = "", 0
+    for row in re.findall(r"^\| ([^|]*) ?\| (\d+ x \d+) \| (.*) \|$", text, re.MULTILINE):
+        label = row[0].strip() or label
+        us = measured[(*label.split(", "), row[1].replace(" ", ""))]
+        figures = [cell.strip().partition(",")[0] for cell in row[2].split("|")]
+        for figure, name in zip(figures, ("eager", "kernels", "formula", "reference"), strict=True):
+            assert figure == (f"{us[name]:.0f}" if name in us else ""), (label, row[1], name)
+            compared += figure != ""
+    assert compared == sum(map(len, measured.values()))
+    ratios = [
+        us["formula"] / us["kernels"]
+        for (_, dtype, shape), us in measured.items()
+        if (dtype, shape[:4]) != ("float32", "1024")
+    ]
+    most = re.search(r"faster by 0 to (\d+) %", text)[1]
+    assert f"{100 * (1 - min(ratios)):.0f}" == most
+    assert max(ratios) < 1.005
