@@ -12,7 +12,7 @@ import torch
 from rmsnorm.conformance import CHECKS, named
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
-MARKS = {"pass": "✓", "fail": "✗", "not promised": "○", "not applicable": "-", "not run": "?"}
+MARKS = {"pass": "✓", "fail": "✗", "not promised": "○", "refused": "○", "not applicable": "-", "not run": "?"}
 _INTRODUCTION = """\
 # RMSNorm under examination
 
@@ -21,7 +21,8 @@ Made by `make conformance`; do not edit.
 `rmsnorm check IMPLEMENTATION` takes anybody's RMSNorm through the questions below:
 `rmsnorm check torch`, `rmsnorm check mymodel.layers:RMSNorm`, `rmsnorm check norm.py:rms_norm`. It
 tells on the terminal, with `--json`, and with `--html FILE` as a page. Exit codes: 0 all scored
-checks passed, 1 something was found, 2 nothing to check, 130 interrupted.
+checks passed, 1 something was found, 2 nothing was checked or all of it was refused, 130
+interrupted.
 
 ## What is right
 
@@ -54,9 +55,15 @@ Gradients are in *roundings*, half a unit, of the terms that they are made of: d
 have four (after u = dy gain, x_hat, their difference, the result), in float32 sixteen; dweight has
 four of each term, and those of a float32 sum in any order.
 
-*Fair*: what is refused with an exception is not scored, except that an input of no rows and a
-backward must not raise. What only some libraries promise is an extra: it is shown, and scored where
-it is promised, or with `--strict`.
+Calls leave nothing behind: sequences of them, in other sizes and dtypes, with weights that changed,
+with backwards in other orders and from several threads, must have the answers that each has alone,
+and results must be their own memory.
+
+*Fair*: what is refused is not scored, and the score names it. A refusal is a clear error about the
+argument, its dtype, shape, layout or device; any other exception is a fault, and so is any for an
+input of no rows or in a backward. Checks run in a process of their own, so that a crash is a finding
+too. What only some libraries promise is an extra: it is shown, and scored where it is promised, or
+with `--strict`.
 
 """
 
@@ -120,7 +127,7 @@ def document(reports, missing):
     lines += told or ["Nothing."]
     lines += ["", "## What is refused", ""]
     for name, report in reports.items():
-        refused = [r for r in report["results"] if r["verdict"] == "not promised" and "refuse" in r["measured"]]
+        refused = [r for r in report["results"] if r["verdict"] == "refused"]
         if refused:
             lines.append(f"- `{name}`: " + "; ".join(f"{r['name']} ({_brief(r['measured'])})" for r in refused) + ".")
     if missing:
