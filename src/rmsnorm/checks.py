@@ -158,7 +158,7 @@ def check_residual(x: Tensor, residual: Tensor) -> None:
             raise ValueError(f"residual must have x's {what} {_plain(wanted)}, got {_plain(given)}")
 
 
-def check_out(out: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> None:
+def check_out(out: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dtype, gate: Tensor | None = None) -> None:
     """x's shape and device, the result's dtype, and no memory shared with what is still to be read."""
     check_tensor(out, "out")
     for what, wanted in (("shape", x.shape), ("dtype", dtype), ("device", x.device)):
@@ -170,8 +170,9 @@ def check_out(out: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dtype)
         raise ValueError(f"out must not overlap itself, got strides {out.stride()} for shape {tuple(out.shape)}")
     if not _same_elements(out, x) and _overlap(out, x):
         raise ValueError("out must be x itself or share no memory with it, got one that overlaps x partly")
-    if weight is not None and _overlap(out, weight):
-        raise ValueError("out must share no memory with weight")
+    for name, other in (("weight", weight), ("gate", gate)):
+        if other is not None and _overlap(out, other):
+            raise ValueError(f"out must share no memory with {name}")
 
 
 def _plain(value: Any) -> Any:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from rmsnorm.numerics import decomposition
-from rmsnorm.ops.gated import Options, named, operators
+from rmsnorm.ops.fallback import Options, named
+from rmsnorm.ops.gated import operators
 from rmsnorm.ops.vmap import is_batched
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]

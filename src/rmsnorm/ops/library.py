@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm import checks, gpu
-from rmsnorm.gpu import call_cache
+from rmsnorm import checks
+from rmsnorm.gpu import availability, call_cache
 from rmsnorm.numerics import reference
 from rmsnorm.ops import vmap
+from rmsnorm.ops.fallback import add_forward, backward, check, forward, forward_out, forward_train
+from rmsnorm.ops.layouts import like
 
 _SCHEMAS = """
 forward(Tensor x, Tensor? weight, float eps, float weight_offset=0.0, int rounding=0) -> Tensor
@@ -64,80 +66,7 @@ def _load() -> Status:
         raise ValueError("RMSNORM_ISA=" + str(error).splitlines()[0].partition("RMSNORM_ISA=")[2]) from None
 
 
-# ---------------------------------------------------------------- the reference, with the operators' signatures
-
-
-def check(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> None:
-    """What the kernels check: plain PyTorch would broadcast, truncate and go on."""
-    checks.check_inputs(x, weight, None)
-    checks.check_eps(eps)
-    checks.check_weight_offset(weight_offset)
-
-
-def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0) -> Tensor:
-    return forward_train(x, weight, eps, weight_offset, rounding)[0]
-
-
-def forward_train(
-    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
-) -> tuple[Tensor, Tensor]:
-    check(x, weight, eps, weight_offset)
-    y, rstd = reference.forward(x, weight, eps, weight_offset, reference.ROUNDINGS[rounding])
-    return laid_out_like(x, y), rstd.contiguous()
-
-
-def forward_out(
-    x: Tensor, weight: Tensor | None, eps: float, out: Tensor, weight_offset: float = 0.0, rounding: int = 0
-) -> None:
-    y = forward(x, weight, eps, weight_offset, rounding)
-    checks.check_out(out, x, weight, y.dtype)
-    out.copy_(y)
-
-
-def add_forward(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    check(x, weight, eps, weight_offset)
-    checks.check_residual(x, residual)
-    y, h, rstd = reference.add_forward(x, residual, weight, eps, weight_offset, reference.ROUNDINGS[rounding])
-    return laid_out_like(x, y), laid_out_like(x, h), rstd.contiguous()
-
-
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    weight_offset: float,
-    dh: Tensor | None,
-    rebuilt_dtype: torch.dtype | None,
-    need_dx: bool,
-    need_dweight: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    given = x
-    if rebuilt_dtype is not None:
-        x = reference.rebuild(x, rstd, weight, weight_offset, rebuilt_dtype)
-    dx, dweight = reference.backward(dy, x, rstd, weight, weight_offset, dh)
-    return (
-        laid_out_like(given, dx) if need_dx else None,
-        dweight if need_dweight else None,
-    )
-
-
-def laid_out_like(x: Tensor, result: Tensor) -> Tensor:
-    wanted = like(x, result.dtype)
-    return result if result.stride() == wanted.stride() else wanted.copy_(result)
-
-
 # ---------------------------------------------------------------- shapes, for tracing
-
-
-def like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Laid out as x if x is dense with adjacent columns, else contiguous; csrc/ops/tensors.h does the same."""
-    made = torch.empty_like(x, dtype=dtype)  # keeps the strides of a dense tensor, and of no other
-    if made.stride() == x.stride() and (x.stride(-1) == 1 or x.shape[-1] == 1):
-        return made
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _fake_forward(
@@ -219,7 +148,7 @@ class Operators:
         self.traced = SimpleNamespace(**{name: getattr(torch.ops.rmsnorm, name).default for name in implementations})
         # Without OpOverload's Python frame, which is 0.3 us of a call of 2.5 and which torch.compile needs to see.
         self.direct = SimpleNamespace(**{name: getattr(op, "_op", op) for name, op in vars(self.traced).items()})
-        self.gpu = self.direct
+        self.gpu = self.direct if availability.missing() else call_cache.fast(self.direct)
         for name, op in vars(self.traced).items():
             if not op._schema.is_mutable:
                 torch.library.register_vmap(f"rmsnorm::{name}", vmap.rule(op), lib=_library)
@@ -235,9 +164,6 @@ class Operators:
 
 
 operators = Operators(_SCHEMAS, _IMPLEMENTATIONS)
-if gpu.missing() is None:
-    gpu.register(_library, "operators")
-    operators.gpu = call_cache.replaying(operators.direct)
 direct = operators.direct
 
 
