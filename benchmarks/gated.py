@@ -8,45 +8,42 @@
 
 import argparse
 import json
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+from torch import nn
 
-from rmsnorm import gated_rms_norm
+from rmsnorm import GatedRMSNorm
 from rmsnorm.benchmarking.timing import race
 
 SHAPES = ((64, 4096), (2048, 4096), (16384, 128))
 EPS = 1e-6
+CLASSES = {"qwen3_next": "Qwen3NextRMSNormGated", "mamba2": "MambaRMSNormGated"}
 
 
-def qwen3_next(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`Qwen3NextRMSNormGated.forward` of transformers 5."""
-    y = x.to(torch.float32)
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + EPS)
-    y = weight * y.to(x.dtype)
-    return (y * F.silu(gate.to(torch.float32))).to(x.dtype)
+def theirs(model: str, name: str, width: int, dtype: torch.dtype) -> nn.Module:
+    """A norm of transformers, with a weight that is not all ones."""
+    cls = getattr(import_module(f"transformers.models.{model}.modeling_{model}"), name)
+    groups = {"group_size": width} if model == "mamba2" else {}
+    norm: nn.Module = cls(width, eps=EPS, **groups)
+    nn.init.normal_(norm.weight, 1.0, 0.2)
+    return norm.to(dtype)
 
 
-def mamba2(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`MambaRMSNormGated.forward` of transformers 5."""
-    u = x.to(torch.float32) * F.silu(gate.to(torch.float32))
-    u = u * torch.rsqrt(u.pow(2).mean(-1, keepdim=True) + EPS)
-    return weight * u.to(x.dtype)
+def norms(width: int, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """Each norm of transformers, and ours in its place with the same parameter."""
+    both: dict[str, nn.Module] = {}
+    for model, name in CLASSES.items():
+        norm = theirs(model, name, width, dtype)
+        both |= {f"rmsnorm, {model}": GatedRMSNorm.from_module(norm), model: norm}
+    return both
 
 
-def ours(norm_before_gate: bool):
-    """The call that computes the same."""
-    options = {"norm_before_gate": norm_before_gate, "rounding": "before_scale"}
-    return lambda x, gate, weight: gated_rms_norm(x, gate, weight, EPS, **options)
-
-
-FUNCTIONS = {
-    "rmsnorm, qwen3_next": ours(True),
-    "qwen3_next": qwen3_next,
-    "rmsnorm, mamba2": ours(False),
-    "mamba2": mamba2,
-}
+def gradients(norm: nn.Module, leaves: tuple[torch.Tensor, ...], dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A forward and a backward pass; the leaves are x, the gate and the weight."""
+    return torch.autograd.grad(norm(*leaves[:2]), leaves, dy)
 
 
 def main() -> None:
@@ -62,22 +59,19 @@ def main() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             for shape in SHAPES:
                 x, gate, dy = (torch.randn(shape).to(dtype) for _ in range(3))
-                weight = (1 + 0.2 * torch.randn(shape[1])).to(dtype)
                 source = torch.randn(shape[0] * 3 // 2, shape[1]).to(dtype)
                 target = torch.empty_like(source)
-                contestants = {
+                calls = {
                     "copy": lambda source=source, target=target: target.copy_(source),
                     "fresh copy": source.clone,
                 }
-                given = (x, gate, weight)
-                if what == "training":
-                    given = tuple(t.requires_grad_() for t in given)
-                for name, f in FUNCTIONS.items():
+                for name, norm in norms(shape[1], dtype).items():
                     if what == "training":
-                        contestants[name] = lambda f=f, given=given, dy=dy: torch.autograd.grad(f(*given), given, dy)
+                        leaves = (x.requires_grad_(), gate.requires_grad_(), norm.weight)
+                        calls[name] = partial(gradients, norm, leaves, dy)
                     else:
-                        contestants[name] = lambda f=f, given=given: f(*given)
-                times = {n: t.median * 1e6 for n, t in race(contestants, x.device, arguments.rounds).items()}
+                        calls[name] = partial(norm.requires_grad_(False), x, gate)
+                times = {n: t.median * 1e6 for n, t in race(calls, x.device, arguments.rounds).items()}
                 label = f"{what:9}{'x'.join(map(str, shape)):>11} {str(dtype).removeprefix('torch.'):9}"
                 print(label, "  ".join(f"{n} {t:.0f}" for n, t in times.items()), flush=True)
                 lines.append(

@@ -93,7 +93,7 @@ def direct(
             and _straight(x, weight, eps, weight_offset)
         ):
             cols = x.shape[-1] if group_size is None else group_size
-            options = (eps, weight_offset, _ROUNDING_CODES[rounding], cols, activation, norm_before_gate)
+            options = (eps, weight_offset, _ROUNDING_CODES[rounding], cols, activation, not norm_before_gate)
             if _grad_enabled() and (
                 x.requires_grad
                 or (gate is not None and gate.requires_grad)
@@ -123,7 +123,7 @@ def normalize_groups(
     code = checks.check_rounding(rounding)
     group_size = checks.check_group_size(group_size, x.shape[-1])
     norm_before_gate = bool(norm_before_gate)
-    options = (eps, weight_offset, code, group_size, activation, norm_before_gate)
+    options = (eps, weight_offset, code, group_size, activation, not norm_before_gate)
     if dispatch.need_plain_operations(x, gate, weight):
         return gated_autograd.formula_of(x, gate, weight, options)
     result = gated_reference.result_dtype(x, gate, weight, reference.ROUNDINGS[code], norm_before_gate)

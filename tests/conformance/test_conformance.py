@@ -14,9 +14,9 @@ from rmsnorm.cli import check, main
 from rmsnorm.conformance import CHECKS, calling, chosen, exact
 from rmsnorm.conformance.calling import understand
 from rmsnorm.conformance.form import find
+from rmsnorm.conformance.implementation import CannotCheck
+from rmsnorm.conformance.outcome import FAIL, NOT_APPLICABLE, NOT_PROMISED, PASS
 from rmsnorm.conformance.rows import hard_rows
-from rmsnorm.conformance.subject import CannotCheck
-from rmsnorm.conformance.verdicts import FAIL, NOT_APPLICABLE, NOT_PROMISED, PASS
 from tests.conformance import faulty
 from tests.support import exact as rational
 
@@ -32,8 +32,8 @@ def one_thread(with_threads):
 
 
 def results(target, checks=SCORED, **options):
-    subject = target if isinstance(target, conformance.Subject) else understand(target, "it")
-    return {r.name: r for r in conformance.run(subject, checks, device=CPU, **options)}
+    implementation = target if isinstance(target, conformance.Implementation) else understand(target, "it")
+    return {r.name: r for r in conformance.run(implementation, checks, device=CPU, **options)}
 
 
 def failing(found):
@@ -151,8 +151,8 @@ def test_what_is_refused_is_not_scored():
 
 
 def test_for_inference_no_gradient_is_asked_for():
-    subject = conformance.load("torch")
-    bare = conformance.Subject("it", subject.make, subject.calls, trains=False)
+    implementation = conformance.load("torch")
+    bare = conformance.Implementation("it", implementation.make, implementation.calls, trains=False)
     found = results(bare, chosen(["dx", "dweight"]))
     assert {r.verdict for r in found.values()} == {NOT_APPLICABLE}
 
@@ -253,9 +253,9 @@ class _OffsetSecond(nn.Module):
     ],
 )
 def test_how_it_is_called_is_found(target, calls):
-    subject = understand(target, "it")
-    assert calls in subject.calls
-    assert results(subject, chosen(["convention"]))["convention"].verdict == PASS
+    implementation = understand(target, "it")
+    assert calls in implementation.calls
+    assert results(implementation, chosen(["convention"]))["convention"].verdict == PASS
 
 
 def test_what_cannot_be_called_says_what_was_tried():
@@ -372,8 +372,8 @@ def test_an_interrupted_check_keeps_what_it_has(capsys, monkeypatch):
 
 
 def _interrupting(run):
-    def interrupted(subject, checks, **options):
-        for index, result in enumerate(run(subject, checks, **options)):
+    def interrupted(implementation, checks, **options):
+        for index, result in enumerate(run(implementation, checks, **options)):
             if index == 2:
                 raise KeyboardInterrupt
             yield result

@@ -1,82 +1,51 @@
-"""Level 1: the three rounding conventions are those of the modules that model families ship.
+"""Level 1: the three rounding conventions, each written out once more.
 
-Their bits can be compared where rstd is the same number in any correct computation: rows whose mean square, with eps,
-is 9 * 4^k, and which float32 sums exactly. Then rstd is 1/3 * 2^-k, rounded once, and all that is left are the places
-where the convention rounds.
+Bits can be compared where rstd is the same number in any correct computation: `rows_of_known_rms`. What is left are the
+places where the convention rounds. tests/wild/test_roundings.py asks the same of the classes of transformers.
 """
 
 import pytest
 import torch
-from torch import nn
 
 import rmsnorm
 from rmsnorm.numerics import reference
-from tests.support.rows import DTYPES, generator, random_rows
+from tests.support.rows import DTYPES, random_rows, rows_of_known_rms
 
 WIDTH = 64
 
 
-class Llama(nn.Module):
-    """As in Llama, Mistral, Qwen: normalises in float32, returns to the input's dtype, then scales."""
-
-    def __init__(self, weight, eps):
-        super().__init__()
-        self.weight, self.eps = weight, eps
-
-    def forward(self, x):
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+def once(x_hat, weight, x_dtype):
+    return (x_hat * weight.float()).to(x_dtype)
 
 
-class Gemma(Llama):
-    """As in Gemma: the weight is an offset from one, and everything is in float32 until the end."""
-
-    def forward(self, x):
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * (1.0 + self.weight.float())).to(x.dtype)
+def once_with_unit_offset(x_hat, weight, x_dtype):
+    return (x_hat * (weight.float() + 1.0)).to(x_dtype)
 
 
-class T5(Llama):
-    """As in T5: the input's dtype is left for the weight's, if that has 16 bits, before scaling."""
-
-    def forward(self, x):
-        variance = x.float().square().mean(-1, keepdim=True)
-        x = x * torch.rsqrt(variance + self.eps)  # float32 by promotion
-        if self.weight.dtype in (torch.float16, torch.bfloat16):
-            x = x.to(self.weight.dtype)
-        # Of a 16-bit input and a float32 weight T5 makes float32, the weight's dtype here too.
-        return self.weight * x
+def before_scale(x_hat, weight, x_dtype):
+    return x_hat.to(x_dtype) * weight
 
 
-def rows_of_known_rms():
-    """Rows of small integers, permutations of one row, and the eps that makes their mean square 9 * 4^k."""
-    g = generator(1)
-    base = torch.randint(-120, 121, (WIDTH,), generator=g).float()
-    x = torch.stack([base[torch.randperm(WIDTH, generator=g)] for _ in range(50)])
-    x *= torch.where(torch.rand(x.shape, generator=g) < 0.5, -1.0, 1.0)
-    variance = base.square().mean().item()
-    assert variance < 9 * 4**5
-    return x, 9.0 * 4**5 - variance  # both are multiples of 1/64 below 2^24 / 64: exact in float32
+def weight_dtype(x_hat, weight, x_dtype):
+    return x_hat.to(weight.dtype) * weight
 
 
 @pytest.mark.parametrize("w_dtype", DTYPES)
 @pytest.mark.parametrize("x_dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("module", "options"),
+    ("scale", "options"),
     [
-        (Llama, {"rounding": "before_scale"}),
-        (Gemma, {"rounding": "once", "weight_offset": 1.0}),
-        (T5, {"rounding": "weight_dtype"}),
+        (once, {"rounding": "once"}),
+        (once_with_unit_offset, {"rounding": "once", "weight_offset": 1.0}),
+        (before_scale, {"rounding": "before_scale"}),
+        (weight_dtype, {"rounding": "weight_dtype"}),
     ],
 )
-def test_conventions_give_the_bits_of_the_families(module, options, x_dtype, w_dtype, assert_bits_equal):
-    x, eps = rows_of_known_rms()
+def test_a_convention_rounds_where_it_says(scale, options, x_dtype, w_dtype, assert_bits_equal):
+    x, eps, rstd = rows_of_known_rms(WIDTH)
     x = x.to(x_dtype)
-    assert x.abs().max() <= 120  # integers that even bfloat16 holds
     weight = random_rows(1, WIDTH, w_dtype, 2)[0]
-    expected = module(weight, eps)(x)
+    expected = scale(x.float() * rstd, weight, x_dtype)
     y = rmsnorm.rms_norm(x, weight, eps, **options)
     assert_bits_equal(y, expected)
     by_reference, _ = reference.forward(x, weight, eps, options.get("weight_offset", 0.0), options["rounding"])
@@ -85,7 +54,7 @@ def test_conventions_give_the_bits_of_the_families(module, options, x_dtype, w_d
 
 def test_conventions_differ_where_there_are_16_bits(assert_bits_equal):
     """Otherwise the test above would show nothing; with float32 everywhere the three agree."""
-    x, eps = rows_of_known_rms()
+    x, eps, _ = rows_of_known_rms(WIDTH)
     weight = random_rows(1, WIDTH, torch.bfloat16, 2)[0]
     once, before = (rmsnorm.rms_norm(x.bfloat16(), weight, eps, rounding=r) for r in ("once", "before_scale"))
     assert not torch.equal(once, before)

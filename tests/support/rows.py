@@ -108,3 +108,19 @@ def special_weight(width, dtype, seed=0):
     for index, bits in enumerate(found[: width // 2]):
         weight[-1 - 2 * index] = from_bits(torch.tensor(bits), dtype)
     return weight
+
+
+def rows_of_known_rms(width):
+    """Rows whose rstd is the same number in any correct computation; the eps for that; and rstd, in float32.
+
+    The rows are small integers that even bfloat16 holds, permutations of one row with other signs. float32 sums their
+    squares exactly in any order, and with eps their mean is 9 * 4^5, so that rstd is 1/96, rounded once.
+    """
+    g = generator(1)
+    base = torch.randint(-120, 121, (width,), generator=g).float()
+    x = torch.stack([base[torch.randperm(width, generator=g)] for _ in range(50)])
+    x *= torch.where(torch.rand(x.shape, generator=g) < 0.5, -1.0, 1.0)
+    mean_square = base.square().mean().item()
+    assert width & (width - 1) == 0  # then the mean is a multiple of 1/width, and eps is exact in float32
+    assert mean_square < 9 * 4**5
+    return x, 9.0 * 4**5 - mean_square, torch.tensor(1 / 96)

@@ -1,1 +1,1 @@
-"""Norms as other people wrote them: transformers' own classes and models, other libraries', and styles from memory."""
+"""Norms as other people wrote them: transformers' classes and models, other libraries', and many ways to write one."""

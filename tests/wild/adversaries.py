@@ -7,8 +7,12 @@ from torch import nn
 WIDTH = 64
 
 
+def rms(x, eps=1e-6, dim=-1):
+    return torch.sqrt((x * x).mean(dim, keepdim=True) + eps)
+
+
 def norm(x, eps=1e-6):
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return x / rms(x, eps)
 
 
 class Base(nn.Module):
@@ -36,7 +40,7 @@ class ClampsItsResult(Base):
 
 class ClampsTheMeanSquare(Base):
     def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True).clamp_min(self.eps)) * self.weight
+        return x / rms(x, 0.0).clamp_min(self.eps**0.5) * self.weight
 
 
 class HidesNaN(Base):
@@ -53,7 +57,7 @@ class NormalisesTwice(Base):
 
 class DividesByOneLess(Base):
     def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) / (WIDTH - 1) + self.eps) * self.weight
+        return x / rms(x * (WIDTH / (WIDTH - 1)) ** 0.5, self.eps) * self.weight
 
 
 class MeanOfMagnitudes(Base):
@@ -219,7 +223,7 @@ class UnusedBuffers(Base):
 
 class OverTheSecondDimension(Base):
     def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + self.eps) * self.weight
+        return x / rms(x, self.eps, dim=1) * self.weight
 
 
 class ImagesOfFourDimensions(Base):
@@ -279,7 +283,7 @@ class RunningMean(Base):
 
 class WritesToItsInput(Base):
     def forward(self, x):
-        return x.mul_(torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)) * self.weight
+        return x.div_(rms(x, self.eps)) * self.weight
 
 
 class DropsOut(Base):

@@ -1,18 +1,17 @@
 """Every class in transformers' model files with "norm" in its name, built small.
 
-`python -m tests.wild.classes` writes docs/families.md: which bodies there are, what each computes, and which classes
-have it.
+`python -m tests.wild.classes` writes docs/families.md: what each class computes, as formulas of our own.
 """
 
-import ast
 import importlib
 import inspect
 import re
 import sys
-import textwrap
 from collections import Counter
 from functools import cache
+from itertools import groupby
 from pathlib import Path
+from textwrap import fill
 
 import torch
 from torch import nn
@@ -36,13 +35,30 @@ _INTRODUCTION = """\
 Made by `make families`; do not edit.
 
 In the model files of transformers {version}, {classes} classes have *norm* in their names. {norms} of them are
-RMSNorms: {plain} plain, {gated} gated, in {bodies} bodies. {others} are something else, and {composed} are layers built
+RMSNorms: {plain} plain, {gated} gated, in {forms} forms. {others} are something else, and {composed} are layers built
 from a configuration.
 
-Each was built with random weights, identified by running it, and its replacement compared with it in float32, bfloat16
-and float16. The columns on the right say how the two compare in 16 bits: *equal*; *1 ulp*: one unit in the last place
-apart; *nearer*: the module rounds more often, and the replacement is nearer to exact arithmetic. Below the table stand
-the bodies. eps is what it is by default.
+The test builds each class with random weights, identifies it by running it (`rmsnorm.identify`), replaces it
+(`rmsnorm.patch`) and compares the two in float32, bfloat16 and float16.
+
+| form | classes | for example | eps | arguments | bfloat16 | float16 |
+| --- | --- | --- | --- | --- | --- | --- |
+"""
+_NOTATION = """
+- *arguments*: of `rmsnorm.RMSNorm`, or of `rmsnorm.GatedRMSNorm` where there is an `activation`. *eps*: the class's
+  default. Groups of 32 are what the test asked for.
+- *bfloat16*, *float16*: how module and replacement compare. *equal*: to the bit. *1 ulp*: at most one unit in the last
+  place apart. *nearer*: the module rounds more often, and the replacement is nearer to exact arithmetic.
+
+The formulas below use
+
+```text
+x, w, z       the input, the weight, the gate
+rstd(u)       1 / sqrt(mean(u^2) + eps) over the last dimension, or over each group of it, in float32
+sigmoid, silu in float32; silu(z) is z * sigmoid(z)
+to(dtype, u)  u rounded to a dtype
+a * b         in the dtype that those of a and b promote to
+```
 """
 
 
@@ -94,75 +110,109 @@ def build(cls, generator):
     return module
 
 
-def body(cls):
-    """The source of what a class computes: its methods but the constructor, with names and comments out of the way."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    methods = []
-    for node in tree.body[0].body:
-        if isinstance(node, ast.FunctionDef) and node.name not in ("__init__", "extra_repr"):
-            if ast.get_docstring(node):
-                node.body = node.body[1:]
-            for argument in node.args.args:
-                argument.annotation = None
-            node.returns = None
-            methods.append(ast.unparse(node))
-    return "\n".join(methods).replace(cls.__name__, "Norm")
-
-
 def families(classes):
-    """(convention, body) -> classes; reason -> classes; and the classes that are built from a configuration."""
+    """[(convention, class)]; reason -> classes; and the classes that are built from a configuration."""
     generator = torch.Generator().manual_seed(0)
-    accepted, refused, composed = {}, {}, []
+    accepted, refused, composed = [], {}, []
     for cls in classes:
         module = build(cls, generator)
         if module is None:
             composed.append(cls)
             continue
         try:
-            convention = examine(module)
+            accepted.append((examine(module), cls))
         except NotRMSNorm as reason:
             refused.setdefault(str(reason), []).append(cls)
-        else:
-            accepted.setdefault((body(cls), convention), []).append(cls)
     return accepted, refused, composed
+
+
+def formula(convention):
+    """Lines that say what a convention computes and where it rounds."""
+    once = convention.rounding == "once"
+    gate = None if convention.activation is None else f"{convention.activation}(z)"
+    gate_first = gate is not None and not convention.norm_before_gate
+    result = "u * rstd(u)" if gate_first else "x * rstd(x)"
+    if not once:
+        result = f"to({'x' if convention.rounding == 'before_scale' else 'w'}.dtype, {result})"
+    if convention.weight is not None:
+        result += f" * (to(float32, w) + {convention.weight_offset:g})" if convention.weight_offset else " * w"
+    lines = [f"u = x * {gate}"] if gate_first else []
+    if gate is None or gate_first:
+        return [*lines, f"y = to(x.dtype, {result})" if once else f"y = {result}"]
+    return [f"n = {result}", f"y = to(x.dtype, n * {gate})"]
+
+
+def result_dtype(convention):
+    if convention.weight is None or convention.rounding == "once":
+        return "The result has x's dtype."
+    if convention.activation is not None and convention.norm_before_gate:
+        return "The result has x's dtype."
+    if convention.rounding == "weight_dtype":
+        return "The result has the weight's dtype."
+    return "The result has the dtype that x's and the weight's promote to."
 
 
 def document(classes):
     import transformers
 
     accepted, refused, composed = families(classes)
-    bodies = {}
-    for (source, convention), members in sorted(accepted.items(), key=lambda item: -len(item[1])):
-        bodies.setdefault(source, []).append((convention, members))
-    count = Counter(convention.activation is not None for _, convention in accepted for _ in accepted[_, convention])
-    lines = [
-        _INTRODUCTION.format(
-            version=transformers.__version__,
-            classes=len(classes),
-            norms=count[False] + count[True],
-            plain=count[False],
-            gated=count[True],
-            bodies=len(bodies),
-            others=sum(map(len, refused.values())),
-            composed=len(composed),
-        ),
-        "| body | classes | for example | convention | bfloat16 | float16 |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for number, found in enumerate(bodies.values(), 1):
-        for convention, members in found:
-            evidence = {e.x: e for e in convention.evidence if e.weight in (None, e.x)}
-            marks = [_mark(evidence[dtype]) for dtype in (torch.bfloat16, torch.float16)]
-            words = str(convention).replace(f"width {WIDTH}, ", "")
-            lines.append(f"| {number} | {len(members)} | {members[0].__name__} | {words} | {' | '.join(marks)} |")
-    for number, (source, found) in enumerate(bodies.items(), 1):
-        names = ", ".join(sorted(cls.__name__ for _, members in found for cls in members))
-        lines += ["", f"## Body {number}", "", "```python", source, "```", "", names]
+    gated = Counter(convention.activation is not None for convention, _ in accepted)
+    by_form = {}
+    for convention, cls in accepted:
+        by_form.setdefault(_form(convention), []).append((convention, cls))
+    forms = sorted(by_form.values(), key=lambda members: (members[0][0].activation is not None, -len(members)))
+    lines = []
+    for number, members in enumerate(forms, 1):
+        members.sort(key=_line)
+        for (eps, *marks), same in groupby(members, _line):
+            same = list(same)
+            cells = (number, len(same), same[0][1].__name__, f"{eps:g}", _arguments(same[0][0]), *marks)
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += _NOTATION.splitlines()
+    for number, members in enumerate(forms, 1):
+        convention = members[0][0]
+        lines += ["", f"## Form {number}", "", "```text", *formula(convention), "```", "", result_dtype(convention)]
+        if convention.group_size is not None:
+            lines.append("Statistics are those of groups of the row.")
+        lines += ["", fill(_names(cls for _, cls in members), 100)]
     lines += ["", "## Not RMSNorm", "", "| classes | why |", "| --- | --- |"]
-    for reason, members in sorted(refused.items(), key=lambda item: -len(item[1])):
-        lines.append(f"| {', '.join(sorted(cls.__name__ for cls in members))} | {reason} |")
-    lines += ["", "## Built from a configuration", "", ", ".join(sorted(cls.__name__ for cls in composed))]
-    return "\n".join(lines) + "\n"
+    for reason, others in sorted(refused.items(), key=lambda item: -len(item[1])):
+        lines.append(f"| {_names(others)} | {reason} |")
+    lines += ["", "## Built from a configuration", "", fill(_names(composed), 100)]
+    introduction = _INTRODUCTION.format(
+        version=transformers.__version__,
+        classes=len(classes),
+        norms=len(accepted),
+        plain=gated[False],
+        gated=gated[True],
+        forms=len(forms),
+        others=sum(map(len, refused.values())),
+        composed=len(composed),
+    )
+    return introduction + "\n".join(lines) + "\n"
+
+
+def _form(convention):
+    return (*formula(convention), convention.group_size is not None)
+
+
+def _line(member):
+    """What classes of one line of the table have in common."""
+    convention, _ = member
+    evidence = {e.x: e for e in convention.evidence if e.weight in (None, e.x)}
+    return convention.eps, *(_mark(evidence[dtype]) for dtype in (torch.bfloat16, torch.float16))
+
+
+def _arguments(convention):
+    affine = {} if convention.weight is not None else {"elementwise_affine": False}
+    options = {**affine, **convention.options}
+    if convention.activation is not None and convention.norm_before_gate:
+        del options["norm_before_gate"]  # the default
+    return " ".join(f"`{name}={value!r}`" for name, value in options.items()) or "defaults"
+
+
+def _names(classes):
+    return ", ".join(sorted(cls.__name__ for cls in classes))
 
 
 def _mark(evidence):

@@ -1,10 +1,16 @@
-"""RMSNorm in the styles people write it, from memory, and norms that look like one."""
+"""RMSNorm written in many ways, and norms that look like one."""
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 WIDTH = 48
+
+
+def rms(x, eps, dim=-1):
+    return torch.sqrt((x * x).mean(dim, keepdim=True) + eps)
 
 
 class Base(nn.Module):
@@ -16,23 +22,23 @@ class Base(nn.Module):
 
 class DividesBySqrt(Base):
     def forward(self, x):
-        return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+        return x / rms(x, self.eps) * self.weight
 
 
 class TwoNormOverRootOfWidth(Base):
     def forward(self, x):
-        mean_square = x.float().norm(2, dim=-1, keepdim=True) ** 2 / x.shape[-1]
-        return (x.float() * (mean_square + self.eps) ** -0.5 * self.weight.float()).to(x.dtype)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        root = torch.hypot(length / math.sqrt(x.shape[-1]), torch.tensor(math.sqrt(self.eps)))
+        return (x.float() / root * self.weight.float()).to(x.dtype)
 
 
 class NormalizeTimesRootOfWidth(nn.Module):
     def __init__(self, dim=WIDTH):
         super().__init__()
         self.g = nn.Parameter(torch.ones(dim))
-        self.scale = dim**0.5
 
     def forward(self, x):
-        return F.normalize(x, dim=-1) * self.scale * self.g
+        return torch.mul(F.normalize(x, dim=-1), math.sqrt(len(self.g)) * self.g)
 
 
 class NormalizeWithUnitOffset(nn.Module):
@@ -41,7 +47,8 @@ class NormalizeWithUnitOffset(nn.Module):
         self.gamma = nn.Parameter(torch.zeros(dim))
 
     def forward(self, x):
-        return F.normalize(x.float(), dim=-1).mul(x.shape[-1] ** 0.5 * (self.gamma.float() + 1)).type_as(x)
+        unit = F.normalize(x.float(), dim=-1) * math.sqrt(x.shape[-1])
+        return torch.addcmul(unit, unit, self.gamma.float()).to(x.dtype)
 
 
 class Einsum(nn.Module):
@@ -61,8 +68,7 @@ class WeightInABuffer(nn.Module):
         self.register_buffer("gain", torch.ones(dim))
 
     def forward(self, x):
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * self.gain
+        return (x.float() / rms(x.float(), 1e-6)).to(x.dtype) * self.gain
 
 
 class WeightOfThreeDimensions(nn.Module):
@@ -71,8 +77,7 @@ class WeightOfThreeDimensions(nn.Module):
         self.weight = nn.Parameter(torch.ones(1, 1, dim))
 
     def forward(self, x):
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * self.weight.float()).to(x.dtype)
+        return (x.float() / rms(x.float(), 1e-6) * self.weight.float()).to(x.dtype)
 
 
 class OneGainPerHead(nn.Module):
@@ -83,8 +88,7 @@ class OneGainPerHead(nn.Module):
         self.weight = nn.Parameter(torch.ones(heads, dim))
 
     def forward(self, x):
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).type_as(x) * self.weight
+        return (x.float() / rms(x.float(), 1e-6)).to(x.dtype) * self.weight
 
 
 class EpsInABuffer(nn.Module):
@@ -94,14 +98,12 @@ class EpsInABuffer(nn.Module):
         self.register_buffer("epsilon", torch.tensor(1e-5))
 
     def forward(self, x):
-        mean_square = x.float().square().mean(-1, keepdim=True)
-        return (self.weight.float() * x.float() * torch.rsqrt(mean_square + self.epsilon.float())).to(x.dtype)
+        return (x.float() / rms(x.float(), self.epsilon.float()) * self.weight.float()).to(x.dtype)
 
 
 class InFloat64(Base):
     def forward(self, x):
-        wide = x.double()
-        return (wide / (wide.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.weight.double()).to(x.dtype)
+        return (x.double() / rms(x.double(), self.eps) * self.weight.double()).to(x.dtype)
 
 
 class Functional(Base):
@@ -111,20 +113,19 @@ class Functional(Base):
 
 class Scaleless(nn.Module):
     def forward(self, x):
-        return (x.float() * x.float().square().mean(-1, keepdim=True).add(1e-6).rsqrt()).to(x.dtype)
+        return (x.float() / rms(x.float(), 1e-6)).to(x.dtype)
 
 
 class Grouped(Base):
     def forward(self, x):
         groups = x.float().unflatten(-1, (4, -1))
-        groups = groups * groups.square().mean(-1, keepdim=True).add(self.eps).rsqrt()
-        return (groups.flatten(-2) * self.weight.float()).to(x.dtype)
+        return ((groups / rms(groups, self.eps)).flatten(-2) * self.weight.float()).to(x.dtype)
 
 
 class SigmoidGateInside(Base):
     def forward(self, x, z):
-        wide = x.float() * torch.sigmoid(z.float())
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.float()).to(x.dtype)
+        u = x.float() * torch.sigmoid(z.float())
+        return (u / rms(u, self.eps) * self.weight.float()).to(x.dtype)
 
 
 RMS_NORMS = (
@@ -136,7 +137,7 @@ RMS_NORMS = (
 
 class EpsOutsideTheRoot(Base):
     def forward(self, x):
-        return x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps) * self.weight
+        return x / (rms(x, 0.0) + self.eps) * self.weight
 
 
 class AddsABias(Base):
@@ -150,28 +151,28 @@ class AddsABias(Base):
 
 class SumInsteadOfMean(Base):
     def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + self.eps) * self.weight
+        return x / torch.sqrt((x * x).sum(-1, keepdim=True) + self.eps) * self.weight
 
 
 class OverTheTokens(Base):
     def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + self.eps) * self.weight
+        return x / rms(x, self.eps, dim=-2) * self.weight
 
 
 class OverEverything(Base):
     def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean() + self.eps) * self.weight
+        return x / torch.sqrt((x * x).mean() + self.eps) * self.weight
 
 
 class ScalesItsInput(Base):
     def forward(self, x):
         x = x * self.weight
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return x / rms(x, self.eps)
 
 
 class Detaches(Base):
     def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps).detach() * self.weight
+        return x / rms(x, self.eps).detach() * self.weight
 
 
 class DropsOut(Base):
@@ -189,11 +190,11 @@ class PartOfTheRow(Base):
 
     def forward(self, x):
         part = x[..., : x.shape[-1] // 4]
-        return x * torch.rsqrt(part.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+        return x / rms(part, self.eps) * self.weight
 
 
 class ReturnsFloat32(Base):
-    """Computes as Gemma does, and forgets to round."""
+    """Computes in float32 and does not round its result."""
 
     def forward(self, x):
         return F.rms_norm(x.float(), (WIDTH,), self.weight.float(), self.eps)

@@ -105,7 +105,7 @@ class Scriptable(nn.Module):
         self.weight = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * self.weight
 
 
 @pytest.mark.filterwarnings("ignore")

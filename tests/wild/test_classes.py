@@ -2,12 +2,14 @@
 
 import copy
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from rmsnorm import identify, patch, unpatch
+from tests.support import bits
 from tests.wild import classes, exact
 
 pytestmark = pytest.mark.wild("transformers")
@@ -91,6 +93,34 @@ def test_patched_results_and_gradients_are_as_near_to_float64_as_their_own(dtype
             assert exact.error(got, correct) <= max(exact.error(own, correct), bound), cls
         assert unpatch(ours) == 1
         assert all(torch.equal(a, b) for a, b in zip(run(ours), run(theirs), strict=True)), cls
+
+
+def test_the_formulas_of_the_page_are_executable_and_give_the_bits_of_the_convention():
+    """rstd and sigmoid are correctly rounded here, as in the contract: float64 is exact enough except beside a tie."""
+    generator = torch.Generator().manual_seed(2)
+    dtypes = tuple(ROUNDING)
+    seen = set()
+    for convention in conventions().values():
+        lines = "\n".join(classes.formula(convention))
+        if (lines, convention.group_size, convention.eps) in seen:
+            continue
+        seen.add((lines, convention.group_size, convention.eps))
+        for x_dtype, w_dtype in product(dtypes, dtypes):
+            x, z = (torch.randn(40, classes.WIDTH, generator=generator).to(x_dtype) for _ in "xz")
+            w = None if convention.weight is None else torch.randn(classes.WIDTH, generator=generator).to(w_dtype)
+
+            def rstd(u, group=convention.group_size or classes.WIDTH, eps=convention.eps):
+                square = u.double().square().unflatten(-1, (-1, group)).mean(-1) + eps
+                return square.rsqrt().float().repeat_interleave(group, -1)
+
+            def sigmoid(z):
+                return z.double().sigmoid().float()
+
+            names = {"x": x, "w": w, "z": z, "rstd": rstd, "sigmoid": sigmoid, "float32": torch.float32}
+            names |= {"silu": lambda z: z * sigmoid(z), "to": lambda dtype, u: u.to(dtype)}
+            exec(lines, names)  # noqa: S102 - the page's formulas
+            bits.same(convention.apply(x, w, None if convention.activation is None else z), names["y"])
+    assert len(seen) >= 10
 
 
 def test_the_table_in_the_docs_is_what_the_command_writes():

@@ -1,4 +1,4 @@
-"""Styles from memory: which are RMSNorms, which are not, and why."""
+"""Norms written in many ways: which are RMSNorms, which are not, and why."""
 
 import pytest
 import torch

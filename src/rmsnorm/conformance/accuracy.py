@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from rmsnorm.conformance import exact
+from rmsnorm.conformance.context import CheckContext
+from rmsnorm.conformance.outcome import Check, Outcome, failed, not_applicable, passed
 from rmsnorm.conformance.rows import KINDS, hard_rows
-from rmsnorm.conformance.trial import Trial
-from rmsnorm.conformance.verdicts import Check, Outcome, failed, not_applicable, passed
 from rmsnorm.patching.convention import short
 
 _SIXTEEN = (torch.bfloat16, torch.float16)
@@ -23,33 +23,33 @@ _UP_TO = {torch.float32: 2.0**59, torch.bfloat16: 2.0**59, torch.float16: 2.0**1
 _TINY_EPS = 1e-12
 
 
-def accuracy(dtype: torch.dtype, trial: Trial) -> Outcome:
+def accuracy(dtype: torch.dtype, context: CheckContext) -> Outcome:
     found = []
     worst, where = -1.0, ""
-    for width in trial.widths(64, 1024, 4096):
-        x, weight = hard_rows(width, dtype), trial.weight(width, dtype)
-        y = trial.run(x, weight)
-        error = trial.errors(y, trial.exact(x, weight), dtype, None if weight is None else dtype)
+    for width in context.widths(64, 1024, 4096):
+        x, weight = hard_rows(width, dtype), context.weight(width, dtype)
+        y = context.run(x, weight)
+        error = context.errors(y, context.exact(x, weight), dtype, None if weight is None else dtype)
         found.append(error.flatten())
         if not float(error.max()) <= worst:
             worst, where = float(error.max()), f"a row of {width}, {KINDS[int(error.amax(-1).argmax()) // 2]}"
-    return _judged(trial, torch.cat(found), dtype, where)
+    return _judged(context, torch.cat(found), dtype, where)
 
 
-def accuracy_float64(trial: Trial) -> Outcome:
-    if trial.form.place != "inside":
+def accuracy_float64(context: CheckContext) -> Outcome:
+    if context.form.place != "inside":
         return not_applicable("measured for eps inside the root alone")
-    width = trial.width
-    x, weight = hard_rows(width, torch.float64)[::3], trial.weight(width, torch.float64)
-    y = trial.run(x, weight)
+    width = context.width
+    x, weight = hard_rows(width, torch.float64)[::3], context.weight(width, torch.float64)
+    y = context.run(x, weight)
     if y.dtype != torch.float64:
         return failed(f"returns {short(y.dtype)}", f"for float64 it returns {short(y.dtype)}")
-    error = exact.float64_errors(y, x, trial.form.gain(weight), trial.eps, trial.form.place)
-    return _judged(trial, error.flatten(), torch.float64, "")
+    error = exact.float64_errors(y, x, context.form.gain(weight), context.eps, context.form.place)
+    return _judged(context, error.flatten(), torch.float64, "")
 
 
-def _judged(trial: Trial, error: Tensor, dtype: torch.dtype, where: str) -> Outcome:
-    largest, most, limit = float(error.max()), float(error.quantile(0.999)), trial.limit(dtype)
+def _judged(context: CheckContext, error: Tensor, dtype: torch.dtype, where: str) -> Outcome:
+    largest, most, limit = float(error.max()), float(error.quantile(0.999)), context.limit(dtype)
     figures = {"max": largest, "p99.9": most, "limit": limit}
     measured = f"{_ulp(largest)} ulp, 99.9 %: {_ulp(most)} (limit {limit:g})"
     if largest <= limit:
@@ -66,15 +66,15 @@ def _ulp(value: float) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:,.0f}" if value < 1e6 else f"{value:.2g}"
 
 
-def row_factor(dtype: torch.dtype, trial: Trial) -> Outcome:
+def row_factor(dtype: torch.dtype, context: CheckContext) -> Outcome:
     """A factor common to a whole row.
 
     A variance, or its root, rounded to 16 bits moves a slope by up to one rounding; stores that truncate move all
     slopes down by 0.7.
     """
-    width = trial.widths(4096)[0]
-    x, weight = trial.rows(32, width, dtype, seed=2), trial.weight(width, dtype)
-    slope, limit = slopes(trial.run(x, weight).to(dtype), trial.staged(x, weight), -1)
+    width = context.widths(4096)[0]
+    x, weight = context.rows(32, width, dtype, seed=2), context.weight(width, dtype)
+    slope, limit = slopes(context.run(x, weight).to(dtype), context.staged(x, weight), -1)
     largest = float(slope.abs().max())
     figures = {"max": largest, "mean": float(slope.mean()), "limit": limit}
     measured = f"{largest:.3f} roundings (limit {limit:.3f})"
@@ -102,9 +102,9 @@ def slopes(y: Tensor, correct: Tensor, dim: int) -> tuple[Tensor, float]:
     return slope, float(6 * 0.42 * (square.square().sum(dim).sqrt() / square.sum(dim)).max())
 
 
-def sweep(trial: Trial, dtype: torch.dtype) -> tuple[float, float]:
+def sweep(context: CheckContext, dtype: torch.dtype) -> tuple[float, float]:
     """The smallest and the largest magnitude of rows with right results, in one stretch from ordinary ones."""
-    width = trial.widths(_RANGE_WIDTH)[0]
+    width = context.widths(_RANGE_WIDTH)[0]
     info = torch.finfo(dtype)
     lowest, highest = torch.tensor([info.smallest_normal * info.eps, info.max], dtype=torch.float64).frexp().exponent
     pattern = torch.empty(width, dtype=torch.float64).uniform_(1, 1.99, generator=torch.Generator().manual_seed(4))
@@ -112,12 +112,12 @@ def sweep(trial: Trial, dtype: torch.dtype) -> tuple[float, float]:
     pattern *= 1 - info.eps
     exponents = torch.arange(int(lowest) - 1, int(highest))
     x = torch.ldexp(pattern.expand(len(exponents), -1), exponents.view(-1, 1)).to(dtype)
-    weight = trial.weight(width, dtype)
-    eps = _TINY_EPS if trial.takes_eps else None
-    error = trial.errors(
-        trial.run(x, weight, eps), trial.exact(x, weight, eps), dtype, None if weight is None else dtype
+    weight = context.weight(width, dtype)
+    eps = _TINY_EPS if context.takes_eps else None
+    error = context.errors(
+        context.run(x, weight, eps), context.exact(x, weight, eps), dtype, None if weight is None else dtype
     )
-    right = (error <= trial.limit(dtype)).all(-1).tolist()
+    right = (error <= context.limit(dtype)).all(-1).tolist()
     low = high = int((exponents == 0).nonzero())
     if not right[low]:
         return 1.0, 1.0
@@ -128,8 +128,8 @@ def sweep(trial: Trial, dtype: torch.dtype) -> tuple[float, float]:
     return 2.0 ** int(exponents[low]), float(x[high].abs().max())
 
 
-def magnitudes(dtype: torch.dtype, trial: Trial) -> Outcome:
-    low, high = sweep(trial, dtype)
+def magnitudes(dtype: torch.dtype, context: CheckContext) -> Outcome:
+    low, high = sweep(context, dtype)
     needed = torch.finfo(dtype).smallest_normal, _UP_TO[dtype]
     measured = f"right from {low:.2g} to {high:.2g}"
     figures = {"low": low, "high": high, "needed": needed}
@@ -144,10 +144,10 @@ def magnitudes(dtype: torch.dtype, trial: Trial) -> Outcome:
     return passed(measured, **figures)
 
 
-def whole_range(trial: Trial) -> Outcome:
+def whole_range(context: CheckContext) -> Outcome:
     found, wrong = [], []
     for dtype in _THREE:
-        low, high = sweep(trial, dtype)
+        low, high = sweep(context, dtype)
         info = torch.finfo(dtype)
         if low > info.smallest_normal * info.eps or high < 0.9 * info.max:
             found.append(f"{short(dtype)} {low:.1g} to {high:.2g}")
@@ -176,5 +176,5 @@ def extras() -> Iterator[Check]:
     )
 
 
-def _of(function: Callable[[torch.dtype, Trial], Outcome], dtype: torch.dtype, name: str, meaning: str) -> Check:
+def _of(function: Callable[[torch.dtype, CheckContext], Outcome], dtype: torch.dtype, name: str, meaning: str) -> Check:
     return Check(f"{name}-{short(dtype)}", meaning, partial(function, dtype))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rmsnorm.conformance.subject import CannotCheck, Refused, Subject, checked
+from rmsnorm.conformance.implementation import CannotCheck, Implementation, Refused, checked
 
 # What other people call them.
 WEIGHTS = ("weight", "w", "gamma", "g", "scale", "gain", "norm_weight", "W")
@@ -47,7 +47,7 @@ class Style:
         return ", ".join([*self.positional, *(f"{name}={role}" for role, name in self.keywords.items())])
 
 
-def understand(target: Any, name: str) -> Subject:
+def understand(target: Any, name: str) -> Implementation:
     """How to call it.
 
     Raises:
@@ -68,23 +68,25 @@ def understand(target: Any, name: str) -> Subject:
     raise CannotCheck(f"{name} could not be called as an RMSNorm; tried\n" + "\n".join(f"  {line}" for line in tried))
 
 
-def _best(candidates: Iterator[Subject], tried: list[str]) -> Subject | None:
+def _best(candidates: Iterator[Implementation], tried: list[str]) -> Implementation | None:
     """The first whose result is near an RMSNorm's, else the first that runs at all."""
-    runs: Subject | None = None
+    runs: Implementation | None = None
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(3, _WIDTH, generator=generator)
     weight = torch.empty(_WIDTH).uniform_(0.5, 2.0, generator=generator)
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True))
-    for subject in candidates:
+    for implementation in candidates:
         try:
-            got = subject.norm(weight if subject.has_weight else None, 1e-5 if subject.takes_eps else None)(x.clone())
+            got = implementation.norm(
+                weight if implementation.has_weight else None, 1e-5 if implementation.takes_eps else None
+            )(x.clone())
         except Refused as error:
-            tried.append(f"{subject.calls}: {error}")
+            tried.append(f"{implementation.calls}: {error}")
             continue
-        gains = (weight, weight + 1) if subject.has_weight else (torch.ones(_WIDTH),)
+        gains = (weight, weight + 1) if implementation.has_weight else (torch.ones(_WIDTH),)
         if any(bool(((got - y * gain).abs() <= _NEAR * (y * gain).abs().max()).all()) for gain in gains):
-            return subject
-        runs = runs or subject
+            return implementation
+        runs = runs or implementation
     return runs
 
 
@@ -109,7 +111,7 @@ def _may_be_eps(parameters: Mapping[str, inspect.Parameter], index: int) -> bool
     return name in EPS or (name not in (*OFFSETS, *WEIGHTS, *SHAPES) and (small or default is inspect.Parameter.empty))
 
 
-def _functions(function: Callable[..., Any], name: str) -> Iterator[Subject]:
+def _functions(function: Callable[..., Any], name: str) -> Iterator[Implementation]:
     parameters = _signature(function)
     offset = _named(parameters, OFFSETS)
     styles = []
@@ -137,7 +139,7 @@ def _functions(function: Callable[..., Any], name: str) -> Iterator[Subject]:
         yield _function(function, name, style)
 
 
-def _function(function: Callable[..., Any], name: str, style: Style) -> Subject:
+def _function(function: Callable[..., Any], name: str, style: Style) -> Implementation:
     switch = style.keywords.get("offset") in SWITCHES
 
     def make(
@@ -155,7 +157,7 @@ def _function(function: Callable[..., Any], name: str, style: Style) -> Subject:
 
         return call, leaf
 
-    return Subject(
+    return Implementation(
         name,
         make,
         f"{name.rpartition(':')[2]}({style})",
@@ -166,7 +168,7 @@ def _function(function: Callable[..., Any], name: str, style: Style) -> Subject:
     )
 
 
-def _classes(cls: Callable[..., Any], name: str) -> Iterator[Subject]:
+def _classes(cls: Callable[..., Any], name: str) -> Iterator[Implementation]:
     parameters = _signature(cls)
     offset, eps = _named(parameters, OFFSETS), _named(parameters, EPS)
     styles = [Style(("width",), {"eps": eps or "eps"}), Style(("width",), {}), Style(("shape",), {"eps": eps or "eps"})]
@@ -178,7 +180,7 @@ def _classes(cls: Callable[..., Any], name: str) -> Iterator[Subject]:
         yield _class(cls, name, style)
 
 
-def _class(cls: Callable[..., Any], name: str, style: Style) -> Subject:
+def _class(cls: Callable[..., Any], name: str, style: Style) -> Implementation:
     switch = style.keywords.get("offset") in SWITCHES
 
     def build(width: int, eps: float | None, offset: float | None) -> nn.Module:
@@ -200,7 +202,7 @@ def _class(cls: Callable[..., Any], name: str, style: Style) -> Subject:
     ) -> tuple[Callable[[Tensor], Any], Tensor | None]:
         return with_weight(build(width, eps, offset), weight, width)
 
-    return Subject(
+    return Implementation(
         name,
         make,
         f"{name.rpartition(':')[2]}({style})(x)",
@@ -211,7 +213,7 @@ def _class(cls: Callable[..., Any], name: str, style: Style) -> Subject:
     )
 
 
-def _instance(module: nn.Module, name: str) -> Subject:
+def _instance(module: nn.Module, name: str) -> Implementation:
     widths = [t.numel() for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)) if t.numel() > 1]
     width = widths[0] if widths else None
 
@@ -220,12 +222,16 @@ def _instance(module: nn.Module, name: str) -> Subject:
     ) -> tuple[Callable[[Tensor], Any], Tensor | None]:
         return with_weight(copy.deepcopy(module), weight, width)
 
-    subject = Subject(name, make, f"{name.rpartition(':')[2]}(x)", bool(widths), takes_eps=False, width=width)
+    implementation = Implementation(
+        name, make, f"{name.rpartition(':')[2]}(x)", bool(widths), takes_eps=False, width=width
+    )
     try:
-        checked(subject.norm(None if width is None else torch.ones(width)).call, torch.ones(2, width or _WIDTH))
+        checked(implementation.norm(None if width is None else torch.ones(width)).call, torch.ones(2, width or _WIDTH))
     except Refused as error:
-        raise CannotCheck(f"{name} could not be called as an RMSNorm; tried\n  {subject.calls}: {error}") from None
-    return subject
+        raise CannotCheck(
+            f"{name} could not be called as an RMSNorm; tried\n  {implementation.calls}: {error}"
+        ) from None
+    return implementation
 
 
 def weight_name(module: nn.Module, width: int) -> str | None:

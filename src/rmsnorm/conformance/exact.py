@@ -1,4 +1,4 @@
-"""What is right: the formula in arithmetic so much wider than the subject's that its own error does not count.
+"""What is right: the formula in arithmetic so much wider than the implementation's that its own error does not count.
 
 For float32 and 16-bit inputs that is float64: squares of float32 are exact in it, a sum of n of them in pairwise
 order is off by at most 64 * 2^-53, and the rest by six roundings of 2^-53. That is 2^-22 of a unit in float32's last

@@ -1,4 +1,4 @@
-"""Which RMSNorm a subject is: offset, eps and where it stands, rounding. Found by running it, faults and all."""
+"""Which RMSNorm an implementation is: offset, eps and its place, rounding. Found by running it, faults and all."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from rmsnorm.conformance import exact
-from rmsnorm.conformance.subject import Refused, Subject
+from rmsnorm.conformance.implementation import Implementation, Refused
 from rmsnorm.numerics import reference
 from rmsnorm.patching.probes import measure_gain, probe
 from rmsnorm.patching.specimen import NotRMSNorm
 
 WIDTH = 64
-# What every subject that takes an eps is given, unless a check is about eps.
+# What every implementation that takes an eps is given, unless a check is about eps.
 EPS = 1e-5
 # Rows this small show nothing but eps, and their squares are still normal numbers of float32.
 _TINY = 1e-15
@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Form:
-    """What a subject computes.
+    """What an implementation computes.
 
     Args:
         offset: what it adds to the weight.
@@ -59,18 +59,20 @@ class Form:
         return ", ".join(parts)
 
 
-def find(subject: Subject, device: torch.device) -> Form:
-    """The form of a subject, in float32.
+def find(implementation: Implementation, device: torch.device) -> Form:
+    """The form of an implementation, in float32.
 
     Raises:
         NotRMSNorm: it has none, and why.
         Refused: it does not run on ordinary rows of float32.
     """
-    width = subject.width or WIDTH
+    width = implementation.width or WIDTH
     generator = torch.Generator().manual_seed(3)
     x = probe((width,), generator, torch.device("cpu"))
-    weight = torch.empty(width).uniform_(0.5, 1.5, generator=generator) if subject.has_weight else None
-    norm = subject.norm(None if weight is None else weight.to(device), EPS if subject.takes_eps else None, width=width)
+    weight = torch.empty(width).uniform_(0.5, 1.5, generator=generator) if implementation.has_weight else None
+    norm = implementation.norm(
+        None if weight is None else weight.to(device), EPS if implementation.takes_eps else None, width=width
+    )
 
     def run(x: Tensor) -> Tensor:
         # Two dimensions, which everybody has; others are for a check of their own.
@@ -87,8 +89,8 @@ def find(subject: Subject, device: torch.device) -> Form:
         rows = x * scale
         return (run(rows).double() / (rows.double() * gain)).flatten(0, 1)
 
-    eps, place = _eps(reciprocals, x.flatten(0, 1), EPS if subject.takes_eps else None)
-    rounding = _rounding(subject, offset, eps if eps is not None and place == "inside" else EPS, width, device)
+    eps, place = _eps(reciprocals, x.flatten(0, 1), EPS if implementation.takes_eps else None)
+    rounding = _rounding(implementation, offset, eps if eps is not None and place == "inside" else EPS, width, device)
     return Form(offset, eps, place or "inside", rounding, weight is not None)
 
 
@@ -113,9 +115,9 @@ def _near(a: Tensor, b: Tensor) -> bool:
     return bool(((a - b).abs() <= _MATCH * b.abs()).all())
 
 
-def _rounding(subject: Subject, offset: float, eps: float, width: int, device: torch.device) -> str:
+def _rounding(implementation: Implementation, offset: float, eps: float, width: int, device: torch.device) -> str:
     """The convention that has most of its 16-bit results to the bit, and their dtypes."""
-    if not subject.has_weight:
+    if not implementation.has_weight:
         return "once"
     generator = torch.Generator().manual_seed(7)
     wide = torch.randn(64, width, generator=generator)
@@ -126,7 +128,7 @@ def _rounding(subject: Subject, offset: float, eps: float, width: int, device: t
             continue
         x, weight = wide.to(x_dtype), (gain - offset).to(weight_dtype)
         try:
-            norm = subject.norm(weight.to(device), eps if subject.takes_eps else None)
+            norm = implementation.norm(weight.to(device), eps if implementation.takes_eps else None)
             y = norm(x.to(device)).detach().cpu()
         except Refused:
             continue

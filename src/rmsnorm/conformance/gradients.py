@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from rmsnorm.conformance import exact
-from rmsnorm.conformance.subject import BackwardRaised, NoGradient
-from rmsnorm.conformance.trial import Trial
-from rmsnorm.conformance.verdicts import Check, Outcome, failed, not_applicable, passed
+from rmsnorm.conformance.context import CheckContext
+from rmsnorm.conformance.implementation import BackwardRaised, NoGradient
+from rmsnorm.conformance.outcome import Check, Outcome, failed, not_applicable, passed
 from rmsnorm.patching.convention import short
 
 # dx = rstd * (u - x_hat * k): rounded to 16 bits after u, x_hat, the difference and the product at most. float32 has
@@ -20,25 +20,25 @@ _DX_ROUNDINGS = {torch.float32: 16.0, torch.bfloat16: 4.0, torch.float16: 4.0}
 # Of a term of dweight: dy, x_hat, their product; and the result's own.
 _DWEIGHT_ROUNDINGS = 4.0
 _ROWS = 2048
-_Measure = Callable[[torch.dtype, Trial], Outcome]
+_Measure = Callable[[torch.dtype, CheckContext], Outcome]
 
 
-def dx(dtype: torch.dtype, trial: Trial) -> Outcome:
+def dx(dtype: torch.dtype, context: CheckContext) -> Outcome:
     worst = 0.0
     limit = _DX_ROUNDINGS[dtype]
-    for width in trial.widths(64, 1024):
-        x, weight, dy = _sample(trial, 24, width, dtype)
+    for width in context.widths(64, 1024):
+        x, weight, dy = _sample(context, 24, width, dtype)
         try:
-            got = trial.gradients(x, weight, dy)
+            got = context.gradients(x, weight, dy)
         except (NoGradient, BackwardRaised) as error:
             return failed("missing", str(error))
         if got.dx.dtype != dtype:
             return failed(f"returns {short(got.dx.dtype)}", f"dx of {short(dtype)} comes in {short(got.dx.dtype)}")
-        correct = trial.exact_gradients(x, weight, dy).dx
-        size = _terms(trial, x, weight, dy)
+        correct = context.exact_gradients(x, weight, dy).dx
+        size = _terms(context, x, weight, dy)
         worst = max(worst, float(((got.dx.double() - correct).abs() / size).nan_to_num(nan=torch.inf).max()))
         if worst / (torch.finfo(dtype).eps / 2) > limit and weight is not None:
-            without = _without_projection(trial, x, weight, dy)
+            without = _without_projection(context, x, weight, dy)
             if float(((got.dx.double() - without).abs() / size).max()) < limit * torch.finfo(dtype).eps / 2:
                 measured = f"{worst / (torch.finfo(dtype).eps / 2):.3g} roundings (limit {limit:g})"
                 return failed(measured, "dx lacks its second term: it treats the root mean square as a constant")
@@ -51,24 +51,24 @@ def dx(dtype: torch.dtype, trial: Trial) -> Outcome:
     )
 
 
-def dweight(dtype: torch.dtype, trial: Trial) -> Outcome:
+def dweight(dtype: torch.dtype, context: CheckContext) -> Outcome:
     """Many rows, and half the columns with terms of one sign: a sum that is kept in 16 bits stops growing."""
-    if not trial.form.weighted:
+    if not context.form.weighted:
         return not_applicable("no weight")
-    width = trial.widths(64)[0]
-    x, weight, dy = _sample(trial, _ROWS, width, dtype)
+    width = context.widths(64)[0]
+    x, weight, dy = _sample(context, _ROWS, width, dtype)
     dy[:, ::2] = x[:, ::2].sign() * dy[:, ::2].abs()
     try:
-        got = trial.gradients(x, weight, dy).dweight
+        got = context.gradients(x, weight, dy).dweight
     except (NoGradient, BackwardRaised) as error:
         return failed("missing", str(error))
     if got is None:
         return failed("missing", "the weight gets no gradient")
     if got.dtype != dtype:
         return failed(f"returns {short(got.dtype)}", f"dweight of {short(dtype)} comes in {short(got.dtype)}")
-    correct = trial.exact_gradients(x, weight, dy).dweight
+    correct = context.exact_gradients(x, weight, dy).dweight
     assert correct is not None  # noqa: S101 - there is a weight
-    x_hat = exact.normalized(x, None, trial.eps, trial.form.place)
+    x_hat = exact.normalized(x, None, context.eps, context.form.place)
     size = (dy.double() * x_hat).abs().sum(0)
     worst = float(((got.double() - correct).abs() / size).nan_to_num(nan=torch.inf).max())
     # A sum of n terms in float32, in any order, is off by n - 1 roundings of the sum of their magnitudes at most.
@@ -84,36 +84,36 @@ def dweight(dtype: torch.dtype, trial: Trial) -> Outcome:
     return failed(measured, said, **figures)
 
 
-def _sample(trial: Trial, rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
+def _sample(context: CheckContext, rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
     """Rows of several magnitudes, a weight, and a dy that leans on y, so that both terms of dx count."""
-    x = trial.rows(rows, width, torch.float32, seed=6)
+    x = context.rows(rows, width, torch.float32, seed=6)
     x = (x * torch.tensor([0.25, 1.0, 4.0]).repeat(rows // 3 + 1)[:rows, None]).to(dtype)
-    weight = trial.weight(width, dtype)
-    dy = trial.rows(rows, width, torch.float32, seed=7) + 0.5 * trial.exact(x, weight).float()
+    weight = context.weight(width, dtype)
+    dy = context.rows(rows, width, torch.float32, seed=7) + 0.5 * context.exact(x, weight).float()
     return x, weight, dy.to(dtype)
 
 
-def _terms(trial: Trial, x: Tensor, weight: Tensor | None, dy: Tensor) -> Tensor:
+def _terms(context: CheckContext, x: Tensor, weight: Tensor | None, dy: Tensor) -> Tensor:
     """The largest of each row's rstd |u| + rstd |x_hat k|: dx is their difference, and as exact as they are."""
-    return _both(trial, x, weight, dy).amax(-1, keepdim=True)
+    return _both(context, x, weight, dy).amax(-1, keepdim=True)
 
 
-def _both(trial: Trial, x: Tensor, weight: Tensor | None, dy: Tensor) -> Tensor:
-    rstd = exact.reciprocal(x, trial.eps, trial.form.place)
-    gain = trial.form.gain(weight)
+def _both(context: CheckContext, x: Tensor, weight: Tensor | None, dy: Tensor) -> Tensor:
+    rstd = exact.reciprocal(x, context.eps, context.form.place)
+    gain = context.form.gain(weight)
     u = dy.double() if gain is None else dy.double() * gain
     x_hat = x.double() * rstd
     return rstd * (u.abs() + (x_hat * (u * x_hat).mean(-1, keepdim=True)).abs())
 
 
-def _without_projection(trial: Trial, x: Tensor, weight: Tensor, dy: Tensor) -> Tensor:
-    gain = trial.form.gain(weight)
+def _without_projection(context: CheckContext, x: Tensor, weight: Tensor, dy: Tensor) -> Tensor:
+    gain = context.form.gain(weight)
     assert gain is not None  # noqa: S101 - there is a weight
-    return exact.reciprocal(x, trial.eps, trial.form.place) * dy.double() * gain
+    return exact.reciprocal(x, context.eps, context.form.place) * dy.double() * gain
 
 
-def _if_trained(function: _Measure, dtype: torch.dtype, trial: Trial) -> Outcome:
-    return function(dtype, trial) if trial.subject.trains else not_applicable("for inference only")
+def _if_trained(function: _Measure, dtype: torch.dtype, context: CheckContext) -> Outcome:
+    return function(dtype, context) if context.implementation.trains else not_applicable("for inference only")
 
 
 def checks() -> Iterator[Check]:

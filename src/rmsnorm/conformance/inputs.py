@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from rmsnorm.conformance.subject import NoGradient, Refused
-from rmsnorm.conformance.trial import Trial, same_bits
-from rmsnorm.conformance.verdicts import Check, Outcome, failed, not_applicable, not_promised, passed
+from rmsnorm.conformance.context import CheckContext, same_bits
+from rmsnorm.conformance.implementation import NoGradient, Refused
+from rmsnorm.conformance.outcome import Check, Outcome, failed, not_applicable, not_promised, passed
 from rmsnorm.patching.convention import short
 
 _WIDTHS = (1, 2, 3, 5, 7, 8, 15, 17, 31, 33, 63, 65, 100, 127, 129, 255, 257, 513, 768, 1000, 1023, 1025, 2049, 4093)
@@ -18,17 +18,17 @@ _GROSS = 2.0
 _ROWS = (1, 2, 3, 5, 8, 33, 130, 1025)
 
 
-def widths(trial: Trial) -> Outcome:
-    if trial.subject.width is not None:
-        return not_applicable(f"it has width {trial.subject.width} only")
+def widths(context: CheckContext) -> Outcome:
+    if context.implementation.width is not None:
+        return not_applicable(f"it has width {context.implementation.width} only")
     wrong, refused, why = [], [], ""
     for width in _WIDTHS:
-        for dtype in trial.dtypes:
-            x, weight = trial.rows(5, width, dtype, seed=width), trial.weight(width, dtype)
+        for dtype in context.dtypes:
+            x, weight = context.rows(5, width, dtype, seed=width), context.weight(width, dtype)
             try:
-                if not trial.worst(x, weight) <= _GROSS:
+                if not context.worst(x, weight) <= _GROSS:
                     wrong.append(width)
-                    why = why or _other_mean(trial, x, weight)
+                    why = why or _other_mean(context, x, weight)
             except Refused as error:
                 refused.append((width, str(error)))
     if wrong:
@@ -39,9 +39,9 @@ def widths(trial: Trial) -> Outcome:
     return passed(f"{len(_WIDTHS)} widths from {_WIDTHS[0]} to {_WIDTHS[-1]}")
 
 
-def _other_mean(trial: Trial, x: Tensor, weight: Tensor | None) -> str:
+def _other_mean(context: CheckContext, x: Tensor, weight: Tensor | None) -> str:
     """Whether the rows are as if the mean were taken over another number of elements."""
-    y, correct = trial.run(x, weight), trial.exact(x, weight)
+    y, correct = context.run(x, weight), context.exact(x, weight)
     ratio = (y.double() * correct).sum(-1) / correct.square().sum(-1)
     counts = (ratio.square() * x.shape[-1]).tolist()
     count = round(counts[0])
@@ -55,14 +55,14 @@ def _list(numbers: list[int]) -> str:
     return ", ".join(map(str, known[:6])) + (f" and {len(known) - 6} more" if len(known) > 6 else "")
 
 
-def shapes(trial: Trial) -> Outcome:
-    width = trial.width
+def shapes(context: CheckContext) -> Outcome:
+    width = context.width
     wrong, refused = [], []
     for shape in ((width,), (1, width), (2, 3, width), (2, 1, 3, width), *((n, width) for n in _ROWS)):
-        for dtype in trial.dtypes:
-            x = trial.rows(max(1, torch.Size(shape[:-1]).numel()), width, dtype, seed=8).view(shape)
+        for dtype in context.dtypes:
+            x = context.rows(max(1, torch.Size(shape[:-1]).numel()), width, dtype, seed=8).view(shape)
             try:
-                if not trial.worst(x, trial.weight(width, dtype)) <= _GROSS:
+                if not context.worst(x, context.weight(width, dtype)) <= _GROSS:
                     wrong.append("x".join(map(str, shape)))
             except Refused:
                 refused.append("x".join(map(str, shape)))
@@ -74,21 +74,21 @@ def shapes(trial: Trial) -> Outcome:
     return passed("one to four dimensions, 1 to 1025 rows")
 
 
-def empty(trial: Trial) -> Outcome:
-    width = trial.width
+def empty(context: CheckContext) -> Outcome:
+    width = context.width
     for shape in ((0, width), (2, 0, width)):
-        x, weight = torch.zeros(shape), trial.weight(width, torch.float32)
+        x, weight = torch.zeros(shape), context.weight(width, torch.float32)
         try:
-            y = trial.run(x, weight)
-            if trial.subject.trains:
-                dweight = trial.gradients(x, weight, y).dweight
+            y = context.run(x, weight)
+            if context.implementation.trains:
+                dweight = context.gradients(x, weight, y).dweight
                 if dweight is not None and bool((dweight != 0).any()):
                     return failed("dweight is not 0", "the dweight of no rows is not zero: memory that nobody wrote")
         except NoGradient:
             pass  # the checks of gradients say so
         except Refused as error:
             return failed("raises", f"an input of no rows raises {error}")
-    return passed("forward and backward" if trial.subject.trains else "forward")
+    return passed("forward and backward" if context.implementation.trains else "forward")
 
 
 def _strided(width: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -101,22 +101,22 @@ def _strided(width: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     yield "every second row", base[::2, :width]
 
 
-def strides(trial: Trial) -> Outcome:
-    width = trial.width
+def strides(context: CheckContext) -> Outcome:
+    width = context.width
     wrong, refused = [], []
-    for dtype in trial.dtypes:
-        weight = trial.weight(width, dtype)
+    for dtype in context.dtypes:
+        weight = context.weight(width, dtype)
         for name, x in _strided(width, dtype):
             try:
-                error = _error(trial, x, weight)
+                error = _error(context, x, weight)
             except Refused:
                 refused.append(name)
                 continue
             if not error <= _GROSS:
                 wrong.append(name)
-    if trial.subject.trains and not wrong:
+    if context.implementation.trains and not wrong:
         try:
-            wrong += _strided_gradients(trial)
+            wrong += _strided_gradients(context)
         except NoGradient:
             pass  # the checks of gradients say so
         except Refused:
@@ -126,61 +126,61 @@ def strides(trial: Trial) -> Outcome:
         return failed(said, f"{said}: strides are ignored")
     if refused:
         return not_promised(f"refuses {', '.join(dict.fromkeys(refused))}")
-    return passed("six layouts of x, two of dy" if trial.subject.trains else "six layouts of x")
+    return passed("six layouts of x, two of dy" if context.implementation.trains else "six layouts of x")
 
 
-def _error(trial: Trial, x: Tensor, weight: Tensor | None) -> float:
-    """As `Trial.worst`, for x as it lies in memory."""
-    there = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=trial.device)
-    there = there.copy_(x) if 0 not in x.stride() else x[:1].to(trial.device).expand(x.shape)
+def _error(context: CheckContext, x: Tensor, weight: Tensor | None) -> float:
+    """As `CheckContext.worst`, for x as it lies in memory."""
+    there = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=context.device)
+    there = there.copy_(x) if 0 not in x.stride() else x[:1].to(context.device).expand(x.shape)
     with torch.no_grad():
-        y = trial.norm(weight, x.shape[-1])(there).cpu()
-    error = trial.errors(y, trial.exact(x, weight), x.dtype, None if weight is None else weight.dtype)
-    return float(error.max()) / trial.limit(x.dtype)
+        y = context.norm(weight, x.shape[-1])(there).cpu()
+    error = context.errors(y, context.exact(x, weight), x.dtype, None if weight is None else weight.dtype)
+    return float(error.max()) / context.limit(x.dtype)
 
 
-def _strided_gradients(trial: Trial) -> list[str]:
+def _strided_gradients(context: CheckContext) -> list[str]:
     """Gradients for a dy of other strides are those of the same dy laid out plainly, but for the order of sums."""
-    width = trial.width
-    x, weight = trial.rows(6, width, torch.float32, seed=10), trial.weight(width, torch.float32)
-    base = trial.rows(6, width, torch.float32, seed=11)
+    width = context.width
+    x, weight = context.rows(6, width, torch.float32, seed=10), context.weight(width, torch.float32)
+    base = context.rows(6, width, torch.float32, seed=11)
     wrong = []
     for name, dy in (("expanded (dy)", base[:1, :1].expand(6, width)), ("transposed (dy)", base.t().contiguous().t())):
-        got, plain = trial.gradients(x, weight, dy).dx, trial.gradients(x, weight, dy.contiguous()).dx
+        got, plain = context.gradients(x, weight, dy).dx, context.gradients(x, weight, dy.contiguous()).dx
         if not bool(((got - plain).abs() <= 1e-4 * plain.abs().max()).all()):
             wrong.append(name)
     return wrong
 
 
-def surroundings(trial: Trial) -> Outcome:
+def surroundings(context: CheckContext) -> Outcome:
     """NaN before and after x and the weight in memory: they must stay, and must not show."""
-    width = trial.widths(100)[0]
+    width = context.widths(100)[0]
     try:
-        trial.run(trial.rows(7, width, trial.dtypes[0]), trial.weight(width, trial.dtypes[0]))
+        context.run(context.rows(7, width, context.dtypes[0]), context.weight(width, context.dtypes[0]))
     except Refused:
-        width = trial.width  # one that leaves nothing over, then
-    for dtype in trial.dtypes:
-        x, weight = trial.rows(7, width, dtype, seed=12), trial.weight(width, dtype)
-        memory = torch.full((x.numel() + 130,), torch.nan, dtype=dtype, device=trial.device)
-        memory[65:-65] = x.flatten().to(trial.device)
+        width = context.width  # one that leaves nothing over, then
+    for dtype in context.dtypes:
+        x, weight = context.rows(7, width, dtype, seed=12), context.weight(width, dtype)
+        memory = torch.full((x.numel() + 130,), torch.nan, dtype=dtype, device=context.device)
+        memory[65:-65] = x.flatten().to(context.device)
         inside = memory[65:-65].view(x.shape)
         with torch.no_grad():
-            y = trial.norm(weight, width)(inside).cpu()
+            y = context.norm(weight, width)(inside).cpu()
         if not bool(memory[:65].isnan().all() and memory[-65:].isnan().all()):
             return failed("writes outside", "it writes to memory before or after its input")
         # Another alignment may mean another order of the sum, and nothing else.
-        apart = trial.errors(y, trial.run(x, weight).double(), dtype, weight.dtype if weight is not None else None)
-        if float(apart.max()) > trial.limit(dtype):
+        apart = context.errors(y, context.run(x, weight).double(), dtype, weight.dtype if weight is not None else None)
+        if float(apart.max()) > context.limit(dtype):
             return failed("reads outside", "what lies before or after its input in memory shows in the result")
     return passed("neither read nor written outside x")
 
 
-def unchanged(trial: Trial) -> Outcome:
-    width = trial.width
-    for dtype in trial.dtypes:
-        x, weight = trial.rows(9, width, dtype, seed=13), trial.weight(width, dtype)
-        there = x.to(trial.device, copy=True)
-        norm = trial.norm(weight, width)
+def unchanged(context: CheckContext) -> Outcome:
+    width = context.width
+    for dtype in context.dtypes:
+        x, weight = context.rows(9, width, dtype, seed=13), context.weight(width, dtype)
+        there = x.to(context.device, copy=True)
+        norm = context.norm(weight, width)
         with torch.no_grad():
             norm(there)
         if not same_bits(there.cpu(), x):
@@ -191,14 +191,14 @@ def unchanged(trial: Trial) -> Outcome:
             and not same_bits(norm.weight.detach().cpu().flatten(), weight)
         ):
             return failed("the weight changes", f"it overwrites its weight in {short(dtype)}")
-        if trial.subject.trains and (said := _unchanged_by_backward(trial, x, weight)):
+        if context.implementation.trains and (said := _unchanged_by_backward(context, x, weight)):
             return failed(f"{said} changes in {short(dtype)}", f"its backward overwrites {said} in {short(dtype)}")
-    return passed("x, weight and dy" if trial.subject.trains else "x and weight")
+    return passed("x, weight and dy" if context.implementation.trains else "x and weight")
 
 
-def _unchanged_by_backward(trial: Trial, x: Tensor, weight: Tensor | None) -> str:
-    norm = trial.norm(weight, x.shape[-1])
-    leaf = x.to(trial.device, copy=True).requires_grad_()
+def _unchanged_by_backward(context: CheckContext, x: Tensor, weight: Tensor | None) -> str:
+    norm = context.norm(weight, x.shape[-1])
+    leaf = x.to(context.device, copy=True).requires_grad_()
     between = leaf.clone()  # may be overwritten without an error, as an activation may
     try:
         y = norm(between)
@@ -212,7 +212,7 @@ def _unchanged_by_backward(trial: Trial, x: Tensor, weight: Tensor | None) -> st
 
 
 def checks() -> Iterator[Check]:
-    found: tuple[tuple[str, str, Callable[[Trial], Outcome]], ...] = (
+    found: tuple[tuple[str, str, Callable[[CheckContext], Outcome]], ...] = (
         ("widths", "Any width is right, odd ones, primes and one element among them.", widths),
         ("shapes", "Any number of dimensions and of rows is right.", shapes),
         ("empty", "An input of no rows gives a result of no rows, and a dweight of zeros.", empty),

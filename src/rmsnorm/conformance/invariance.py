@@ -7,62 +7,62 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from rmsnorm.conformance.subject import Refused
-from rmsnorm.conformance.trial import Trial, same_bits
-from rmsnorm.conformance.verdicts import Check, Outcome, failed, not_applicable, passed
+from rmsnorm.conformance.context import CheckContext, same_bits
+from rmsnorm.conformance.implementation import Refused
+from rmsnorm.conformance.outcome import Check, Outcome, failed, not_applicable, passed
 from rmsnorm.patching.convention import short
 
 
-def repeatable(trial: Trial) -> Outcome:
-    width = trial.widths(1000)[0]
-    for dtype in trial.dtypes:
-        x, weight = trial.rows(130, width, dtype, seed=20), trial.weight(width, dtype)
-        first = _everything(trial, x, weight)
+def repeatable(context: CheckContext) -> Outcome:
+    width = context.widths(1000)[0]
+    for dtype in context.dtypes:
+        x, weight = context.rows(130, width, dtype, seed=20), context.weight(width, dtype)
+        first = _everything(context, x, weight)
         for _ in range(2):
-            for name, a, b in zip(("y", "dx", "dweight"), first, _everything(trial, x, weight), strict=False):
+            for name, a, b in zip(("y", "dx", "dweight"), first, _everything(context, x, weight), strict=False):
                 if not same_bits(a, b):
                     return failed(f"{name} differs", f"{name} of the same {short(dtype)} input differs from run to run")
-    return passed("y, dx and dweight, three times" if trial.subject.trains else "y, three times")
+    return passed("y, dx and dweight, three times" if context.implementation.trains else "y, three times")
 
 
-def _everything(trial: Trial, x: Tensor, weight: Tensor | None) -> tuple[Tensor, ...]:
+def _everything(context: CheckContext, x: Tensor, weight: Tensor | None) -> tuple[Tensor, ...]:
     """y, and dx and dweight if it can be trained; a backward that raises is for the checks of gradients."""
-    y = trial.run(x, weight)
-    if trial.subject.trains:
+    y = context.run(x, weight)
+    if context.implementation.trains:
         try:
-            got = trial.gradients(x, weight, trial.rows(len(x), x.shape[-1], x.dtype, seed=21))
+            got = context.gradients(x, weight, context.rows(len(x), x.shape[-1], x.dtype, seed=21))
         except Refused:
             return (y,)
         return y, got.dx, *(() if got.dweight is None else (got.dweight,))
     return (y,)
 
 
-def compiled(trial: Trial) -> Outcome:
-    if trial.subject.compiled:
+def compiled(context: CheckContext) -> Outcome:
+    if context.implementation.compiled:
         return not_applicable("it is compiled")
     worst = 0.0
     try:
-        found = trial.compiled
+        found = context.compiled
     except Refused as error:
         return failed("raises", f"torch.compile: {error}")
     for dtype, (x, eager, quick) in found.items():
         if quick.dtype != eager.dtype:
             said = f"compiled it returns {short(quick.dtype)}, not {short(eager.dtype)}"
             return failed(short(quick.dtype), said)
-        weight = trial.weight(x.shape[-1], dtype)
-        apart = trial.errors(quick, trial.exact(x, weight), dtype, dtype if weight is not None else None)
-        worst = max(worst, float(apart.max()) / trial.limit(dtype))
+        weight = context.weight(x.shape[-1], dtype)
+        apart = context.errors(quick, context.exact(x, weight), dtype, dtype if weight is not None else None)
+        worst = max(worst, float(apart.max()) / context.limit(dtype))
     measured = f"{worst:.2f} of the limit of accuracy"
     if worst <= 1:
         return passed(measured, max=worst)
     return failed(measured, f"compiled by torch.compile its results are {worst:.2g} times as far off as they may be")
 
 
-def same_compiled(trial: Trial) -> Outcome:
-    if trial.subject.compiled:
+def same_compiled(context: CheckContext) -> Outcome:
+    if context.implementation.compiled:
         return not_applicable("it is compiled")
     try:
-        found = trial.compiled.values()
+        found = context.compiled.values()
     except Refused as error:
         return failed("raises", f"torch.compile: {error}")
     same = [eager.dtype == quick.dtype for _, eager, quick in found]
@@ -72,13 +72,13 @@ def same_compiled(trial: Trial) -> Outcome:
     return failed(f"{max(shares):.2g} of results differ", "compiled and eager results differ in their last bits")
 
 
-def batches(trial: Trial) -> Outcome:
-    for width in trial.widths(64, 1000):
-        for dtype in trial.dtypes:
-            x, weight = trial.rows(165, width, dtype, seed=22), trial.weight(width, dtype)
-            whole = _everything(trial, x, weight)[:2]
+def batches(context: CheckContext) -> Outcome:
+    for width in context.widths(64, 1000):
+        for dtype in context.dtypes:
+            x, weight = context.rows(165, width, dtype, seed=22), context.weight(width, dtype)
+            whole = _everything(context, x, weight)[:2]
             for rows in (slice(0, 1), slice(3, 5), slice(0, 33), slice(100, 165)):
-                part = _rows_of(trial, x, weight, rows)
+                part = _rows_of(context, x, weight, rows)
                 for name, a, b in zip(("y", "dx"), whole, part, strict=False):
                     if not same_bits(a[rows], b):
                         count = rows.stop - rows.start
@@ -88,30 +88,30 @@ def batches(trial: Trial) -> Outcome:
     return passed("a row has one answer in any batch")
 
 
-def _rows_of(trial: Trial, x: Tensor, weight: Tensor | None, rows: slice) -> tuple[Tensor, ...]:
-    y = trial.run(x[rows], weight)
-    if not trial.subject.trains:
+def _rows_of(context: CheckContext, x: Tensor, weight: Tensor | None, rows: slice) -> tuple[Tensor, ...]:
+    y = context.run(x[rows], weight)
+    if not context.implementation.trains:
         return (y,)
-    dy = trial.rows(len(x), x.shape[-1], x.dtype, seed=21)[rows]
+    dy = context.rows(len(x), x.shape[-1], x.dtype, seed=21)[rows]
     try:
-        return y, trial.gradients(x[rows], weight, dy).dx
+        return y, context.gradients(x[rows], weight, dy).dx
     except Refused:
         return (y,)
 
 
-def threads(trial: Trial) -> Outcome:
-    if trial.device.type != "cpu":
+def threads(context: CheckContext) -> Outcome:
+    if context.device.type != "cpu":
         return not_applicable("not on the CPU")
     before = torch.get_num_threads()
-    width = trial.widths(1024)[0]
+    width = context.widths(1024)[0]
     try:
-        for dtype in trial.dtypes:
-            x, weight = trial.rows(130, width, dtype, seed=23), trial.weight(width, dtype)
+        for dtype in context.dtypes:
+            x, weight = context.rows(130, width, dtype, seed=23), context.weight(width, dtype)
             torch.set_num_threads(1)
-            alone = _everything(trial, x, weight)
+            alone = _everything(context, x, weight)
             for number in (2, 3):
                 torch.set_num_threads(number)
-                together = _everything(trial, x, weight)
+                together = _everything(context, x, weight)
                 for name, a, b in zip(("y", "dx", "dweight"), alone, together, strict=False):
                     if not same_bits(a, b):
                         said = f"{name} in {short(dtype)} differs between 1 and {number} threads"
@@ -121,13 +121,13 @@ def threads(trial: Trial) -> Outcome:
     return passed("1, 2 and 3 threads")
 
 
-def orders(trial: Trial) -> Outcome:
-    for width in trial.widths(1000, 4096):
-        for dtype in trial.dtypes:
-            x, weight = trial.rows(32, width, dtype, seed=24), trial.weight(width, dtype)
+def orders(context: CheckContext) -> Outcome:
+    for width in context.widths(1000, 4096):
+        for dtype in context.dtypes:
+            x, weight = context.rows(32, width, dtype, seed=24), context.weight(width, dtype)
             order = torch.randperm(width, generator=torch.Generator().manual_seed(25))
-            y = trial.run(x, weight)
-            other = trial.run(x[:, order].contiguous(), None if weight is None else weight[order].contiguous())
+            y = context.run(x, weight)
+            other = context.run(x[:, order].contiguous(), None if weight is None else weight[order].contiguous())
             if not same_bits(y[:, order], other):
                 rows = int((y[:, order] != other).any(-1).sum())
                 said = f"the bits of a {short(dtype)} row of {width} depend on the order of its elements"
@@ -141,7 +141,7 @@ def checks() -> Iterator[Check]:
 
 
 def extras() -> Iterator[Check]:
-    found: tuple[tuple[str, str, Callable[[Trial], Outcome]], ...] = (
+    found: tuple[tuple[str, str, Callable[[CheckContext], Outcome]], ...] = (
         ("batch-invariance", "The bits of a row do not depend on the batch around it.", batches),
         ("thread-invariance", "Bits do not depend on the number of threads.", threads),
         ("compile-bits", "Compiled by torch.compile it has the bits of eager code.", same_compiled),

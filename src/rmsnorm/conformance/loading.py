@@ -1,4 +1,4 @@
-"""From what a user types to a subject: a known name, module:callable, or a .py file."""
+"""From what a user types to an implementation: a known name, module:callable, or a .py file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import nn
 
 from rmsnorm.conformance import named
 from rmsnorm.conformance.calling import understand
-from rmsnorm.conformance.subject import CannotCheck, Subject, described
+from rmsnorm.conformance.implementation import CannotCheck, Implementation, described
 
 _ALLOWED = "a name that --list shows, module:callable, module:Class, or file.py:callable"
 
 
-def load(target: str) -> Subject:
-    """The subject of that name.
+def load(target: str) -> Implementation:
+    """The implementation of that name.
 
     Raises:
         CannotCheck: there is none, it cannot be imported, or it cannot be called as an RMSNorm; and why.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import rmsnorm
 from rmsnorm.benchmarking.peers import PEERS, onnx_session
 from rmsnorm.conformance.calling import understand
-from rmsnorm.conformance.subject import CannotCheck, Subject, described
+from rmsnorm.conformance.implementation import CannotCheck, Implementation, described
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Named:
         what: where it is found, for the report.
         load: makes or imports the callable.
         peer: the package that it is of, a key of PEERS.
-        trains, compiled, promises: as of Subject.
+        trains, compiled, promises: as of Implementation.
     """
 
     what: str
@@ -37,8 +37,8 @@ class Named:
     promises: frozenset[str] = frozenset()
 
 
-def load(name: str) -> Subject:
-    """The subject of a known name.
+def load(name: str) -> Implementation:
+    """The implementation of a known name.
 
     Raises:
         CannotCheck: it is not installed, or does not load here.
@@ -53,9 +53,9 @@ def load(name: str) -> Subject:
             target = entry.load()
     except (Exception, SystemExit) as error:
         raise CannotCheck(f"{name}: {entry.what} does not load here: {described(error)}") from None
-    subject = understand(target, name)
+    implementation = understand(target, name)
     return replace(
-        subject,
+        implementation,
         source=f"{entry.what}, {peer.distribution} {peer.version()}",
         trains=entry.trains,
         compiled=entry.compiled,

@@ -1,4 +1,4 @@
-"""All checks, in order, and a subject taken through them."""
+"""All checks, in order, and an implementation taken through them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from rmsnorm.conformance import accuracy, gradients, inputs, invariance, settings
+from rmsnorm.conformance.context import CheckContext
 from rmsnorm.conformance.form import Form, find
-from rmsnorm.conformance.subject import Refused, Subject
-from rmsnorm.conformance.trial import Trial
-from rmsnorm.conformance.verdicts import (
+from rmsnorm.conformance.implementation import Implementation, Refused
+from rmsnorm.conformance.outcome import (
     FAIL,
     NOT_APPLICABLE,
     NOT_PROMISED,
@@ -27,8 +27,8 @@ from rmsnorm.conformance.verdicts import (
 )
 from rmsnorm.patching.specimen import NotRMSNorm
 
-CONVENTION = Check("convention", "It is an RMSNorm, of this form.", lambda trial: passed(str(trial.form)))
-# What is measured of a subject that is no RMSNorm.
+CONVENTION = Check("convention", "It is an RMSNorm, of this form.", lambda context: passed(str(context.form)))
+# What is measured of an implementation that is no RMSNorm.
 NO_FORM = "no convention"
 CHECKS = (
     CONVENTION,
@@ -67,7 +67,7 @@ def chosen(only: Iterable[str]) -> tuple[Check, ...]:
 
 
 def run(
-    subject: Subject,
+    implementation: Implementation,
     checks: Iterable[Check] = CHECKS,
     *,
     device: torch.device,
@@ -78,36 +78,36 @@ def run(
     """Yield the result of each check as it is there; `step` hears a check's name before it begins.
 
     Args:
-        subject: what is checked.
+        implementation: what is checked.
         checks: some of CHECKS.
         device: where it runs.
         expected: of the convention.
-        strict: extras are scored too, as if the subject promised them.
+        strict: extras are scored too, as if the implementation promised them.
         step: for a progress bar.
     """
     step(CONVENTION.name)
     try:
-        form = find(subject, device)
+        form = find(implementation, device)
     except (NotRMSNorm, Refused) as reason:
         why = "no RMSNorm" if isinstance(reason, NotRMSNorm) else "does not run on ordinary float32 rows"
         yield _result(CONVENTION, failed("not recognised", f"{why}: {reason}"))
         yield from (_result(c, not_applicable(NO_FORM)) for c in checks if c is not CONVENTION)
         return
-    trial = Trial(subject, form, device)
+    context = CheckContext(implementation, form, device)
     for check in checks:
         if check is not CONVENTION:
             step(check.name)
-        yield _result(check, _outcome(check, trial, expected, strict))
+        yield _result(check, _outcome(check, context, expected, strict))
 
 
-def _outcome(check: Check, trial: Trial, expected: Expected, strict: bool) -> Outcome:
-    if check is CONVENTION and (said := expected.differs(trial.form)):
-        return failed(str(trial.form), said)
+def _outcome(check: Check, context: CheckContext, expected: Expected, strict: bool) -> Outcome:
+    if check is CONVENTION and (said := expected.differs(context.form)):
+        return failed(str(context.form), said)
     try:
-        outcome = check.run(trial)
+        outcome = check.run(context)
     except Refused as error:
         return not_promised(f"refused: {error}")
-    promises = trial.subject.promises
+    promises = context.implementation.promises
     if check.extra and outcome.verdict == FAIL and not (strict or "all" in promises or check.name in promises):
         return replace(outcome, verdict=NOT_PROMISED)
     return outcome

@@ -27,11 +27,6 @@ def dweight_dtype(weight: Tensor | None) -> torch.dtype:
     return torch.float32 if weight is None else weight.dtype
 
 
-def or_empty(gradient: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the operator returns for a gradient that is not wanted."""
-    return x.new_empty(0, dtype=dtype) if gradient is None else gradient
-
-
 def rebuild(y: Tensor, rstd: Tensor, weight: Tensor | None, offset: float | None, dtype: torch.dtype) -> Tensor:
     x = library.like(y, dtype)
     place = layout.rows(y, x)
@@ -59,13 +54,14 @@ class Gradients(NamedTuple):
 
     steps: tuple[tuple[Launch, tuple[str, ...]], ...]
     scratch: tuple[tuple[str, Maker], ...]
-    dx: Maker
-    dweight: Maker
+    dx: Maker | None
+    dweight: Maker | None
 
     def __call__(
         self, dy: Tensor, x: Tensor, dh: Tensor | None, rstd: Tensor, weight: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        dx, dweight = self.dx(x), self.dweight(x)
+    ) -> tuple[Tensor | None, Tensor | None]:
+        dx = None if self.dx is None else self.dx(x)
+        dweight = None if self.dweight is None else self.dweight(x)
         self.fill(dy, x, dh, dx, rstd, weight, dweight)
         return dx, dweight
 
@@ -126,8 +122,8 @@ def prepare(
     return Gradients(
         tuple(steps),
         tuple(call.makers.items()),
-        layout.maker(or_empty(dx, x, x.dtype), x),
-        layout.maker(or_empty(dweight, x, dweight_dtype(weight)), x),
+        None if dx is None else layout.maker(dx, x),
+        None if dweight is None else layout.maker(dweight, x),
     )
 
 

@@ -82,7 +82,7 @@ def backward(
     rebuilt_dtype: torch.dtype | None,
     need_dx: bool,
     need_dweight: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None]:
     key = None
     if rebuilt_dtype is None:
         key = call_cache.gradients(dy, x, rstd, weight, weight_offset, dh, need_dx, need_dweight)
@@ -127,8 +127,7 @@ def backward(
         dweight.zero_()
     if copied and dx is not None:
         dx = library.laid_out_like(given, dx)
-    or_empty = backward_launches.or_empty
-    return or_empty(dx, x, x_dtype), or_empty(dweight, x, backward_launches.dweight_dtype(weight))
+    return dx, dweight
 
 
 # ---------------------------------------------------------------- checks

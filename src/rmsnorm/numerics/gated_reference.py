@@ -78,6 +78,7 @@ def backward(
     group_size: int,
     activation: str,
     norm_before_gate: bool,
+    dh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Gradients of `forward`, whose intermediate roundings count as the identity (docs/math.md).
 
@@ -105,7 +106,7 @@ def backward(
     c = reference._row_dot(_groups(v, group_size), _groups(u, group_size))
     k = (rstd.double() * c * (1.0 / group_size)).to(compute)
     du = (rstd * (_groups(v, group_size) - _groups(x_hat, group_size) * k)).flatten(-2)
-    dx = du
+    dx = du if dh is None else du + dh.to(compute)
     if gate is not None and not norm_before_gate:
         dx, dgate = du * act, (du * wide) * slope
     dweight = reference.sum_rows(g * x_hat)

@@ -13,19 +13,12 @@ from torch.autograd import forward_ad
 
 from rmsnorm.numerics import decomposition, reference
 from rmsnorm.ops.library import operators
+from rmsnorm.ops.vmap import is_batched
 
 # x is rebuilt from y where every gain lies between these: a gain of zero keeps nothing of x, and a small one little.
 SMALLEST_GAIN, LARGEST_GAIN = 2.0**-10, 2.0**10
 # The tensors that tracing runs on: they have no values.
 TRACERS = (torch._subclasses.FakeTensor, torch._subclasses.functional_tensor.FunctionalTensor)
-
-
-# The older vmap, of `is_grads_batched` and `vectorize=True`; its name has no member in torch._C.DispatchKey.
-_BATCHED: Any = torch._C._parse_dispatch_key("Batched")
-
-
-def is_batched(t: Tensor | None) -> bool:
-    return t is not None and bool(torch._C._dispatch_keys(t).has(_BATCHED))
 
 
 def invertible(weight: Tensor | None, weight_offset: float) -> bool:
@@ -112,6 +105,8 @@ def gradients(
     need_dweight: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx and dweight: from the kernel, in a way that can be differentiated again where that is wanted."""
+    dx: Tensor | None
+    dweight: Tensor | None
     again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     # The computation's dtype is rstd's: x may be y, which has another.
     if forward_ad._current_level >= 0 or (
@@ -137,7 +132,7 @@ def _kernel(
     rebuilt: torch.dtype | None,
     need_dx: bool,
     need_dweight: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None]:
     if type(rstd).__name__ == "DTensor":
         from rmsnorm.distributed import dtensor  # not before it is needed: it takes seconds to import
 
@@ -161,7 +156,7 @@ class Backward(torch.autograd.Function):
         weight_offset: float,
         need_dx: bool,
         need_dweight: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | None, Tensor | None]:
         return _kernel(dy, x, rstd, weight, weight_offset, dh, None, need_dx, need_dweight)
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Training of the gated and grouped norms on the kernels, eager, compiled and under functorch, and its derivatives.
 
 What is saved is x, the gate and one number per group. `options` are the operators': eps, weight_offset, rounding,
-group_size, activation, norm_before_gate.
+group_size, activation, gate_first.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from rmsnorm.numerics import decomposition
-from rmsnorm.ops.autograd import is_batched
 from rmsnorm.ops.gated import Options, named, operators
+from rmsnorm.ops.vmap import is_batched
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 _NO_OPTIONS = (None,) * 6
@@ -69,15 +69,15 @@ def gradients(
     elif again:
         found = Backward.apply(dy, x, gate, weight, rstd, options, needed)
     else:
-        found = operators(rstd).gated_backward(dy, x, gate, rstd, weight, *_shape(options), *needed)
+        found = operators(rstd).gated_backward(dy, x, gate, rstd, weight, None, *_shape(options), *needed)
     dx, dgate, dweight = (g if need else None for g, need in zip(found, needed, strict=True))
     return dx, dgate, dweight
 
 
 def _shape(options: Options) -> tuple[float, int, int, bool]:
     """The options of the backward operator."""
-    _, weight_offset, _, group_size, activation, norm_before_gate = options
-    return weight_offset, group_size, activation, norm_before_gate
+    _, weight_offset, _, group_size, activation, gate_first = options
+    return weight_offset, group_size, activation, gate_first
 
 
 def formula_of(x: Tensor, gate: Tensor | None, weight: Tensor | None, options: Options) -> Tensor:
@@ -117,11 +117,11 @@ class Backward(torch.autograd.Function):
         rstd: Tensor,
         options: Options,
         needed: Sequence[bool],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return operators(rstd).gated_backward(dy, x, gate, rstd, weight, *_shape(options), *needed)  # type: ignore[no-any-return]
+    ) -> Gradients:
+        return operators(rstd).gated_backward(dy, x, gate, rstd, weight, None, *_shape(options), *needed)  # type: ignore[no-any-return]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
         dy, x, gate, weight, _, ctx.options, ctx.needed = inputs
         ctx.save_for_backward(dy, x, gate, weight)
 

@@ -7,8 +7,8 @@
     backward(dy, x, rstd, weight, weight_offset, dh, rebuilt_dtype, need_dx, need_dweight) -> (dx, dweight)
 
 They normalise the last dimension, take `rounding` as an index into `reference.ROUNDINGS`, and know no autograd:
-that is functional.py's. With `rebuilt_dtype`, `backward` is given y for x and rebuilds x from it. PyTorch's
-dispatcher picks the implementation by device; there is no other registry.
+that is functional.py's. What is not needed of the backward is None. With `rebuilt_dtype`, `backward` is given y for x
+and rebuilds x from it. PyTorch's dispatcher picks the implementation by device; there is no other registry.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ forward(Tensor x, Tensor? weight, float eps, float weight_offset=0.0, int roundi
 forward_train(Tensor x, Tensor? weight, float eps, float weight_offset=0.0, int rounding=0) -> (Tensor y, Tensor rstd)
 forward_out(Tensor x, Tensor? weight, float eps, Tensor(a!) out, float weight_offset=0.0, int rounding=0) -> ()
 add_forward(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset=0.0, int rounding=0) -> (Tensor y, Tensor h, Tensor rstd)
-backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, float weight_offset, Tensor? dh, ScalarType? rebuilt_dtype, bool need_dx, bool need_dweight) -> (Tensor dx, Tensor dweight)
+backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, float weight_offset, Tensor? dh, ScalarType? rebuilt_dtype, bool need_dx, bool need_dweight) -> (Tensor? dx, Tensor? dweight)
 """  # noqa: E501
 
 
@@ -113,14 +113,14 @@ def backward(
     rebuilt_dtype: torch.dtype | None,
     need_dx: bool,
     need_dweight: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None]:
     given = x
     if rebuilt_dtype is not None:
         x = reference.rebuild(x, rstd, weight, weight_offset, rebuilt_dtype)
     dx, dweight = reference.backward(dy, x, rstd, weight, weight_offset, dh)
     return (
-        laid_out_like(given, dx) if need_dx else dx.new_empty(0),
-        dweight if need_dweight else dweight.new_empty(0),
+        laid_out_like(given, dx) if need_dx else None,
+        dweight if need_dweight else None,
     )
 
 
@@ -184,10 +184,12 @@ def _fake_backward(
     rebuilt_dtype: torch.dtype | None,
     need_dx: bool,
     need_dweight: bool,
-) -> tuple[Tensor, Tensor]:
-    dx = like(x, rebuilt_dtype or x.dtype) if need_dx else x.new_empty(0, dtype=rebuilt_dtype or x.dtype)
-    dweight = x.new_empty(x.shape[-1] if need_dweight else 0, dtype=rstd.dtype if weight is None else weight.dtype)
-    return dx, dweight
+) -> tuple[Tensor | None, Tensor | None]:
+    dtype = rstd.dtype if weight is None else weight.dtype
+    return (
+        like(x, rebuilt_dtype or x.dtype) if need_dx else None,
+        x.new_empty(x.shape[-1], dtype=dtype) if need_dweight else None,
+    )
 
 
 Implementation = tuple[Callable[..., Any], Callable[..., Any]]  # and its fake
@@ -221,6 +223,7 @@ class Operators:
         for name, op in vars(self.traced).items():
             if not op._schema.is_mutable:
                 torch.library.register_vmap(f"rmsnorm::{name}", vmap.rule(op), lib=_library)
+                _library.impl(name, vmap.older_rule(op), "Batched")
 
     def __call__(self, x: Tensor) -> SimpleNamespace:
         """Those for x. The kernels know no float64, which the reference computes on every device."""

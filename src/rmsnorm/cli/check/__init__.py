@@ -70,28 +70,28 @@ def examine(arguments: argparse.Namespace) -> Report:
     start = time.monotonic()
     with _output_elsewhere():
         try:
-            subject = conformance.load(arguments.implementation)
+            implementation = conformance.load(arguments.implementation)
         except conformance.CannotCheck as error:
             raise CannotRun(str(error)) from None
         if arguments.inference:
-            subject = dataclasses.replace(subject, trains=False)
+            implementation = dataclasses.replace(implementation, trains=False)
         expected = conformance.Expected(arguments.offset, arguments.rounding)
         results: list[conformance.Result] = []
         interrupted = False
         with progress(len(checks)) as step:
             try:
                 found = conformance.run(
-                    subject, checks, device=device, expected=expected, strict=arguments.strict, step=step
+                    implementation, checks, device=device, expected=expected, strict=arguments.strict, step=step
                 )
                 results.extend(found)  # what came before an interruption stays
             except KeyboardInterrupt:
                 interrupted = True
-    return Report.of(subject, checks, results, device, arguments.strict, interrupted, time.monotonic() - start)
+    return Report.of(implementation, checks, results, device, arguments.strict, interrupted, time.monotonic() - start)
 
 
 @contextlib.contextmanager
 def _output_elsewhere() -> Iterator[None]:
-    """What the subject prints goes to standard error, also from C: what we print may be JSON."""
+    """What the implementation prints goes to standard error, also from C: what we print may be JSON."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -6,7 +6,7 @@ from html import escape
 
 from rmsnorm.cli.check.report import Report
 from rmsnorm.conformance import Result
-from rmsnorm.conformance.verdicts import FAIL, NOT_APPLICABLE, NOT_PROMISED, NOT_RUN, PASS
+from rmsnorm.conformance.outcome import FAIL, NOT_APPLICABLE, NOT_PROMISED, NOT_RUN, PASS
 
 _MARKS = {PASS: "&#10003;", FAIL: "&#10007;", NOT_PROMISED: "&#9675;", NOT_APPLICABLE: "&ndash;", NOT_RUN: "&hellip;"}
 _STYLE = """

@@ -13,8 +13,8 @@ import torch
 
 from rmsnorm.benchmarking.peers import PEERS
 from rmsnorm.cli.requirements import is_installed
-from rmsnorm.conformance import CHECKS, Check, Result, Score, Subject, named, suite
-from rmsnorm.conformance.verdicts import FAIL, NOT_APPLICABLE, NOT_PROMISED, NOT_RUN, PASS
+from rmsnorm.conformance import CHECKS, Check, Implementation, Result, Score, named, suite
+from rmsnorm.conformance.outcome import FAIL, NOT_APPLICABLE, NOT_PROMISED, NOT_RUN, PASS
 
 STYLES = {PASS: "green", FAIL: "bold red", NOT_PROMISED: "yellow", NOT_APPLICABLE: "dim", NOT_RUN: "dim"}
 EXTRAS = "Extras, which only some libraries promise; not scored unless promised"
@@ -22,7 +22,7 @@ EXTRAS = "Extras, which only some libraries promise; not scored unless promised"
 
 @dataclass(frozen=True)
 class Report:
-    """One subject's results, and on what they were found."""
+    """One implementation's results, and on what they were found."""
 
     implementation: str
     calls: str
@@ -37,7 +37,7 @@ class Report:
     @classmethod
     def of(
         cls,
-        subject: Subject,
+        implementation: Implementation,
         checks: Iterable[Check],
         results: list[Result],
         device: torch.device,
@@ -51,7 +51,17 @@ class Report:
         where += f", torch {torch.__version__}, Python {platform.python_version()}"
         everything = [*results, *suite.skipped(rest)]
         score = Score.of(everything)
-        return cls(subject.name, subject.calls, subject.source, where, strict, everything, score, interrupted, seconds)
+        return cls(
+            implementation.name,
+            implementation.calls,
+            implementation.source,
+            where,
+            strict,
+            everything,
+            score,
+            interrupted,
+            seconds,
+        )
 
     @property
     def findings(self) -> list[Result]:

@@ -124,5 +124,5 @@ def describe_norms(norms: dict[str, Any]) -> list[dict[str, Any]]:
         )
         groups[key] = groups.get(key, 0) + 1
     names = ("name", "class", "width", "eps", "dtype")
-    # "before_scale" is not a guess: LlamaRMSNorm returns weight * hidden_states.to(input_dtype).
+    # A LlamaRMSNorm rounds x_hat to the input's dtype before the weight multiplies it (docs/families.md).
     return [dict(zip(names, key, strict=True), rounding="before_scale", count=count) for key, count in groups.items()]

@@ -15,7 +15,7 @@ class CannotCheck(Exception):
 
 
 class Refused(Exception):
-    """The subject raised an exception of its own, or returned no tensor of the input's shape."""
+    """The implementation raised an exception of its own, or returned no tensor of the input's shape."""
 
 
 class NoGradient(Refused):
@@ -23,7 +23,7 @@ class NoGradient(Refused):
 
 
 class BackwardRaised(Refused):
-    """The subject's backward raised an exception of its own."""
+    """The implementation's backward raised an exception of its own."""
 
 
 class Norm:
@@ -85,7 +85,7 @@ def size(t: Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class Subject:
+class Implementation:
     """An RMSNorm to be checked.
 
     Args:

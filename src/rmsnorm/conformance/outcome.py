@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rmsnorm.conformance.trial import Trial
+    from rmsnorm.conformance.context import CheckContext
 
 PASS, FAIL = "pass", "fail"
-# Of an extra, that it does not hold; of anything else, that the subject refuses to do it, which is not wrong.
+# Of an extra, that it does not hold; of anything else, that the implementation refuses to do it, which is not wrong.
 NOT_PROMISED = "not promised"
 NOT_APPLICABLE = "not applicable"
 NOT_RUN = "not run"
@@ -48,13 +48,13 @@ class Check:
 
     name: str
     meaning: str
-    run: Callable[[Trial], Outcome]
+    run: Callable[[CheckContext], Outcome]
     extra: bool = False
 
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a check of one subject."""
+    """The outcome of a check of one implementation."""
 
     name: str
     meaning: str

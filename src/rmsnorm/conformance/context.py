@@ -1,4 +1,4 @@
-"""One subject on trial: it is run here, and what is right stands beside it."""
+"""One implementation under examination: it is run here, and what is right stands beside it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from torch import Tensor
 
 from rmsnorm.conformance import exact
 from rmsnorm.conformance.form import EPS, WIDTH, Form
-from rmsnorm.conformance.subject import BackwardRaised, NoGradient, Norm, Refused, Subject, as_result, described
+from rmsnorm.conformance.implementation import (
+    BackwardRaised,
+    Implementation,
+    NoGradient,
+    Norm,
+    Refused,
+    as_result,
+    described,
+)
 from rmsnorm.numerics import reference
 
 # Units in the last place that a result may be off by, beyond what its convention has to round (docs/conformance.md).
@@ -27,27 +35,27 @@ class Gradients:
     dweight: Tensor | None
 
 
-class Trial:
-    """A subject, its form, and the device to run it on. Tensors come and go on the CPU."""
+class CheckContext:
+    """An implementation, its form, and the device to run it on. Tensors come and go on the CPU."""
 
-    def __init__(self, subject: Subject, form: Form, device: torch.device) -> None:
-        self.subject = subject
+    def __init__(self, implementation: Implementation, form: Form, device: torch.device) -> None:
+        self.implementation = implementation
         self.form = form
         self.device = device
 
     @property
     def width(self) -> int:
         """The width of rows where any will do."""
-        return self.subject.width or WIDTH
+        return self.implementation.width or WIDTH
 
     def widths(self, *wanted: int) -> tuple[int, ...]:
         """Those that can be asked for: all of them, or its only one."""
-        return wanted if self.subject.width is None else (self.subject.width,)
+        return wanted if self.implementation.width is None else (self.implementation.width,)
 
     @property
     def takes_eps(self) -> bool:
         """Whether an eps that is given is also used."""
-        return self.subject.takes_eps and self.form.eps is not None and abs(self.form.eps / EPS - 1) < 1e-2
+        return self.implementation.takes_eps and self.form.eps is not None and abs(self.form.eps / EPS - 1) < 1e-2
 
     @property
     def eps(self) -> float:
@@ -68,10 +76,10 @@ class Trial:
         return (gain - self.form.offset).to(dtype)
 
     def norm(self, weight: Tensor | None, width: int, eps: float | None = None, offset: float | None = None) -> Norm:
-        """The subject with this weight."""
-        chosen = (EPS if eps is None else eps) if self.subject.takes_eps else None
+        """The implementation with this weight."""
+        chosen = (EPS if eps is None else eps) if self.implementation.takes_eps else None
         on_device = None if weight is None else weight.to(self.device)
-        return self.subject.norm(on_device, chosen, offset, width)
+        return self.implementation.norm(on_device, chosen, offset, width)
 
     def run(self, x: Tensor, weight: Tensor | None, eps: float | None = None, offset: float | None = None) -> Tensor:
         """Its result, without gradients, for a copy of x."""
