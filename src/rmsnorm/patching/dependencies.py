@@ -77,18 +77,16 @@ def recording(cls: type[nn.Module], reads: set[str]) -> type[nn.Module]:
     return made
 
 
-class _Quiet:
+class _Quiet(nn.Module):
     """Ends what classes do when they are subclassed: registries keep the class that its author wrote."""
-
-    __slots__ = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         pass
 
 
-def subclass(cls: type[nn.Module], body: dict[str, Any], *first: type) -> type[nn.Module]:
+def subclass(cls: type[nn.Module], body: dict[str, Any]) -> type[nn.Module]:
     """A subclass of a stranger's class that its author's code does not notice: neither metaclass nor registry runs."""
-    return type.__new__(type(cls), cls.__name__, (*first, _Quiet, cls), body)
+    return type.__new__(type(cls), cls.__name__, (_Quiet, cls), body)
 
 
 def lineage(cls: type) -> tuple[type, ...]:

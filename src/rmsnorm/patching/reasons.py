@@ -28,6 +28,7 @@ def check_constants(specimen: Specimen, form: Convention, x: Tensor, tensors: di
             raise unexpected(specimen, name)
         if name in specimen.learned:
             raise NotRMSNorm(f"its eps is learned: the parameter {name}", True)
+        specimen.scalars.append(name)
 
 
 def unexpected(specimen: Specimen, name: str) -> NotRMSNorm:

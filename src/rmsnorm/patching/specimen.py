@@ -17,11 +17,17 @@ COMPUTED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class NotRMSNorm(Exception):
-    """Why a module is left alone; `normalises` says whether it is a norm of another kind, which a report mentions."""
+    """Why a module is left alone.
 
-    def __init__(self, reason: str, normalises: bool = False) -> None:
+    Args:
+        reason: in words, after the module's name.
+        normalises: whether it is a norm of another kind, which a report mentions.
+        convention: what it computes now, where it is known and only cannot be relied on.
+    """
+
+    def __init__(self, reason: str, normalises: bool = False, convention: Any = None) -> None:
         super().__init__(reason)
-        self.normalises = normalises
+        self.normalises, self.convention = normalises, convention
 
 
 def require_module(name: str, module: nn.Module) -> None:
@@ -40,6 +46,11 @@ def unfit(module: nn.Module) -> NotRMSNorm | None:
         return NotRMSNorm("its forward was replaced on the instance, as accelerate's hooks do: patch before")
     if isinstance(parametrized, nn.ModuleDict):
         return NotRMSNorm(f"its {', '.join(parametrized)} is parametrized: patch before, or remove that")
+    for name, t in {**own, **vars(module)}.items():
+        if isinstance(t, Tensor) and type(t).__name__ == "FakeTensor":
+            return NotRMSNorm(f"its {name} is a fake tensor: patch a model with values, or on the meta device")
+        if type(t) in (Tensor, nn.Parameter) and is_freed(t):
+            return NotRMSNorm(f"its {name} has no memory, its storage was freed: patch before the model is sharded", True)
     if any(t is not None and is_lazy(t) for t in own.values()):
         return NotRMSNorm("its tensors have no shape yet: run the model once before")
     for name, t in own.items():
@@ -48,6 +59,11 @@ def unfit(module: nn.Module) -> NotRMSNorm | None:
     if any(True for child in module.children() for _ in (*child.parameters(), *child.buffers())):
         return NotRMSNorm("it has submodules with parameters of their own")
     return None
+
+
+def is_freed(t: Tensor) -> bool:
+    """Whether its storage was given back, as sharding and offloading do between calls."""
+    return t.numel() > 0 and not t.is_meta and t.layout == torch.strided and t.untyped_storage().nbytes() == 0
 
 
 class Specimen:
@@ -67,6 +83,7 @@ class Specimen:
         self.constants = {name: t for name, t in own.items() if not t.is_floating_point() or t.numel() == 1}
         self.constants |= self.attributes
         self.learned = [name for name in self.constants if name in module._parameters]
+        self.scalars: list[str] = []  # constants that take part in the result, once that is known
         self.unknown = [name for name, t in self.constants.items() if t.is_meta]
         for name in self.unknown:
             self.constants[name] = torch.ones_like(self.constants[name], device="cpu")

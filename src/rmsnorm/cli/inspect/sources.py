@@ -19,7 +19,7 @@ from rmsnorm.cli.inspect.findings import Norm
 from rmsnorm.cli.inspect.tensors import GGUF_EPS, read_gguf, read_safetensors
 from rmsnorm.cli.requirements import CannotRun, is_installed
 from rmsnorm.patching.convention import Convention
-from rmsnorm.patching.replacing import survey
+from rmsnorm.patching.survey import survey
 
 # What configurations call the eps of their RMSNorms.
 _EPS_NAMES = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "layernorm_epsilon")
@@ -164,8 +164,8 @@ def _said(error: Exception) -> str:
 def _norms_of(model: nn.Module) -> list[tuple[Norm, str | None, Tensor | None]]:
     """Each norm with the name of its weight in the state dict, and the weight if the model has it."""
     found = []
-    for entry, module in survey(model):
-        convention = entry.convention
+    for finding in survey(model):
+        entry, module, convention = finding.entry, finding.module, finding.entry.convention
         if convention is None:
             continue
         eps = torch.finfo(torch.float32).eps if convention.eps is None else convention.eps
