@@ -66,7 +66,7 @@ def prove_module(module: nn.Module, reads: set[str] | None = None) -> Proof:
     """
     reads = set() if reads is None else reads
     specimen, convention = _examined(module, reads)
-    with undisturbed():
+    with undisturbed(), specimen.observed():
         laid_out = layout.observed(specimen, convention)
     weight = None if convention.weight is None else specimen.tensors[convention.weight].shape
     try:
@@ -82,11 +82,11 @@ def _examined(module: nn.Module, reads: set[str]) -> tuple[Specimen, Convention]
         raise reason
     if type(inspect.getattr_static(cls, "forward", None)) is not types.FunctionType:
         raise NotRMSNorm("its forward is no method written in Python")
-    specimen = Specimen(module, recording(cls, reads))
+    specimen = Specimen(module, cls, recording(cls, reads))
     for name, t in specimen.tensors.items():
         if t.numel() > LARGEST_MATRIX and sum(size > 1 for size in t.shape) > 1:
             raise NotRMSNorm(f"its {name} is a matrix")
-    with undisturbed():
+    with undisturbed(), specimen.observed():
         return specimen, prove(specimen, find_form(specimen))
 
 
