@@ -18,6 +18,9 @@ from rmsnorm.patching.proof import prove
 from rmsnorm.patching.specimen import NotRMSNorm, Specimen, require_module, undisturbed, unfit
 from rmsnorm.patching.watching import Watch
 
+# Running a module takes about a hundred times the memory of a row; flat parameters and tables are no rows.
+LARGEST_ROW = 2**18
+
 
 def identify(module: nn.Module) -> Convention | None:
     """What an RMSNorm computes, found by running it, whatever its class is called; None if it is none.
@@ -86,6 +89,8 @@ def _examined(module: nn.Module, reads: set[str]) -> tuple[Specimen, Convention]
     for name, t in specimen.tensors.items():
         if t.numel() > LARGEST_MATRIX and sum(size > 1 for size in t.shape) > 1:
             raise NotRMSNorm(f"its {name} is a matrix")
+        if t.numel() > LARGEST_ROW:
+            raise NotRMSNorm(f"its {name} has {t.numel():,} elements; rows of up to {LARGEST_ROW:,} are examined")
     with undisturbed(), specimen.observed():
         return specimen, prove(specimen, find_form(specimen))
 

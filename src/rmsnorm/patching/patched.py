@@ -10,7 +10,6 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ _tracing = torch._C._get_tracing_state
 _any_autocast = torch._C._is_any_autocast_enabled
 
 
-@dataclass(frozen=True, eq=False)
 class Proof:
     """What was proved of a module, and for what it holds.
 
@@ -39,26 +37,27 @@ class Proof:
         weight_shape: the shape in which the weight was proved; None without one.
         layout: of results whose input's dimensions were exchanged (see `layout.observed`), and on which device.
         device: its type.
+
+    Attributes:
+        pairs: the dtypes of input and weight that were tried.
+        width: the size of the last dimension, if that is all of the row.
+        call: this library's call, of input, weight and gate.
     """
 
-    convention: Convention
-    watch: Watch
-    weight_shape: torch.Size | None
-    layout: str | None
-    device: str
+    def __init__(
+        self, convention: Convention, watch: Watch, weight_shape: torch.Size | None, layout: str | None, device: str
+    ) -> None:
+        self.convention, self.watch, self.weight_shape = convention, watch, weight_shape
+        self.layout, self.device = layout, device
+        shape = convention.shape
+        self.pairs = frozenset((e.x, e.weight) for e in convention.evidence)
+        self.width = shape[0] if shape is not None and len(shape) == 1 else None
+        self.call: Callable[..., Tensor] = convention.apply
+        if convention.activation is None and self.width is not None and weight_shape == shape:
+            self.call = functools.partial(functional.rms_norm, eps=convention.eps, **convention.options)
 
-    @functools.cached_property
-    def pairs(self) -> frozenset[Any]:
-        """The dtypes of input and weight that were tried."""
-        return frozenset((e.x, e.weight) for e in self.convention.evidence)
-
-    @functools.cached_property
-    def call(self) -> Callable[..., Tensor]:
-        """The call of this library, of input, weight and gate."""
-        form = self.convention
-        if form.activation is None and form.weight is not None and form.shape == self.weight_shape and len(form.shape) == 1:
-            return functools.partial(functional.rms_norm, eps=form.eps, **form.options)
-        return form.apply
+    def __reduce__(self) -> Any:
+        return Proof, (self.convention, self.watch, self.weight_shape, self.layout, self.device)
 
     def same_as(self, other: Proof) -> bool:
         """Whether both hold for the same modules and calls."""
@@ -68,12 +67,6 @@ class Proof:
             and (self.weight_shape, self.layout, self.device) == (other.weight_shape, other.layout, other.device)
             and self.watch == other.watch
         )
-
-    @functools.cached_property
-    def width(self) -> int | None:
-        """The size of the last dimension, if it is all of the row."""
-        shape = self.convention.shape
-        return shape[0] if shape is not None and len(shape) == 1 else None
 
     def covers(self, inputs: tuple[Any, ...], weight: Any) -> bool:
         """Whether it holds for a call: these inputs, this weight, and the modes that are on."""
@@ -97,7 +90,9 @@ class Proof:
         if _tracing() is not None or ((_compiling() or _any_autocast()) and torch.is_autocast_enabled(x.device.type)):
             return False
         # Tensors made in inference mode cannot be saved for a gradient; the module may not have to.
-        if _grad_enabled() and not _compiling() and (x.is_inference() or any(map(_is_inference, (*inputs, weight)))):
+        if _grad_enabled() and not _compiling() and (
+            x.is_inference() or inputs[-1].is_inference() or (weight is not None and weight.is_inference())
+        ):
             return False
         return x.is_contiguous() or self._covers_layout(inputs)
 
@@ -174,10 +169,6 @@ def _forward(cls: type[nn.Module], proof: Proof) -> Callable[..., Any]:
         known = {**known, **inspect.getclosurevars(own).nonlocals}
     made = types.FunctionType(forward.__code__, known, "forward", None, forward.__closure__)
     return functools.wraps(own)(made)
-
-
-def _is_inference(t: Tensor | None) -> bool:
-    return t is not None and t.is_inference()
 
 
 def _input_names(cls: type[nn.Module], count: int) -> tuple[str, ...]:

@@ -51,11 +51,13 @@ def unfit(module: nn.Module) -> NotRMSNorm | None:
         return NotRMSNorm("its forward was replaced on the instance, as accelerate's hooks do: patch before")
     if isinstance(parametrized, nn.ModuleDict):
         return NotRMSNorm(f"its {', '.join(parametrized)} is parametrized: patch before, or remove that")
-    for name, t in {**own, **vars(module)}.items():
-        if isinstance(t, Tensor) and type(t).__name__ == "FakeTensor":
-            return NotRMSNorm(f"its {name} is a fake tensor: patch a model with values, or on the meta device")
-        if type(t) in (Tensor, nn.Parameter) and is_freed(t):
-            return NotRMSNorm(f"its {name} has no memory, its storage was freed: patch before the model is sharded", True)
+    for inside in module.modules():
+        for name, t in {**inside._parameters, **inside._buffers, **vars(inside)}.items():
+            if isinstance(t, Tensor) and type(t).__name__ == "FakeTensor":
+                return NotRMSNorm(f"its {name} is a fake tensor: patch a model with values, or on the meta device")
+            if type(t) in (Tensor, nn.Parameter) and is_freed(t):
+                reason = f"its {name} has no memory, its storage was freed: patch before the model is sharded"
+                return NotRMSNorm(reason, inside is module)
     if any(t is not None and is_lazy(t) for t in own.values()):
         return NotRMSNorm("its tensors have no shape yet: run the model once before")
     for name, t in own.items():
