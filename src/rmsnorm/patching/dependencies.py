@@ -7,6 +7,7 @@ code, in its globals and closures.
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import sys
@@ -160,7 +161,8 @@ class Surroundings:
         found = getattr(owner, name, ABSENT)
         if (owner, name) in self.entries:
             return
-        self.entries[owner, name] = found
+        # Of what may be written to, the contents are kept.
+        self.entries[owner, name] = copy.deepcopy(found) if type(found) in (list, set, dict, OrderedDict, tuple) else found
         if not self._follow(value) and not isinstance(value, torch.Tensor) and not plain(found):
             raise depends_on_object(name, value)
         if isinstance(value, torch.Tensor):
@@ -216,8 +218,14 @@ class Surroundings:
         if isinstance(value, type) and value not in self._lineage and not _is_foundation(value.__module__):
             for inner in sorted(names & vars(value).keys()):
                 self._outside(value, inner, vars(value)[inner], names)
-        if isinstance(value, types.FunctionType) and _package(value) != _package(self._cls):
-            self.entries[owner, name] = value
+        # What other packages offer to call is theirs; that it is still the same is enough.
+        maker = value if isinstance(value, types.FunctionType) else type(value)
+        if callable(value) and not isinstance(value, type) and _package(maker) not in (_package(self._cls), "types"):
+            if not isinstance(value, (nn.Module, types.BuiltinFunctionType, functools.partial, types.MethodType)):
+                self.entries[owner, name] = value
+                return
+        if isinstance(value, dict) and all(map(_is_code, dict.values(value))):
+            self.entries[owner, name] = value  # a registry
             return
         if value is ABSENT or (isinstance(value, type) and _is_foundation(value.__module__)):
             return
@@ -227,6 +235,10 @@ class Surroundings:
 def depends_on_object(name: str, value: object) -> NotRMSNorm:
     """That a result may depend on something that changes without being replaced."""
     return NotRMSNorm(f"its result may depend on {name}, a {type(value).__name__}, which can change unseen", True)
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, _CODE) or (type(value) is tuple and bool(value) and _is_code(value[0]) and plain(value))
 
 
 def _package(thing: Any) -> str:

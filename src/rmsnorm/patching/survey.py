@@ -47,7 +47,8 @@ def survey(model: nn.Module) -> Iterator[Finding]:
             yield Finding(module, Entry(name, class_name, None))  # it makes a weight
         else:
             if id(module) in flattened:
-                found = NotRMSNorm("its weight is part of a flat parameter (FullyShardedDataParallel): patch before", True)
+                reason = "its tensors are part of a flat parameter (FullyShardedDataParallel): patch before wrapping"
+                found = NotRMSNorm(reason, normalises=flattened[id(module)] == 1)
             else:
                 found = _guarded(lambda module=module: _found(module, known))  # type: ignore[misc]
             if isinstance(found, Proof):
@@ -123,11 +124,17 @@ def outline(module: nn.Module, inside: tuple[nn.Module, ...] = ()) -> Hashable:
     return id(type(module)), shapes, children
 
 
-def _flattened(model: nn.Module) -> set[int]:
-    """The modules whose parameters FullyShardedDataParallel has put into one, of which each rank holds a part."""
-    managed = set()
+def _flattened(model: nn.Module) -> dict[int, int]:
+    """The modules whose parameters FullyShardedDataParallel has put into one, and the most dimensions that one had.
+
+    Each rank holds another part of them, and all must decide alike.
+    """
+    managed: dict[int, int] = {}
     for module in model.modules():
         flat = getattr(vars(module).get("_handle"), "flat_param", None)
-        for info in (*getattr(flat, "_param_infos", ()), *getattr(flat, "_shared_param_infos", ())):
-            managed.add(id(info.module))
+        if flat is not None:
+            for info, shape in zip(flat._param_infos, flat._shapes, strict=True):
+                managed[id(info.module)] = max(len(shape), managed.get(id(info.module), 0))
+            for info in flat._shared_param_infos:
+                managed.setdefault(id(info.module), 2)
     return managed
