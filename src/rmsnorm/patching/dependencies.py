@@ -21,7 +21,9 @@ from torch import nn
 
 from rmsnorm.patching.specimen import NotRMSNorm
 
-ABSENT = type("Absent", (), {"__repr__": lambda self: "absent", "__reduce__": lambda self: "ABSENT", "__module__": __name__})()
+ABSENT = type(
+    "Absent", (), {"__repr__": lambda self: "absent", "__reduce__": lambda self: "ABSENT", "__module__": __name__}
+)()
 """The value of a name that is nowhere."""
 
 # What every module has in its instance; both modes of training are proved, and tensors are probed.
@@ -95,7 +97,7 @@ def lineage(cls: type) -> tuple[type, ...]:
     return tuple(c for c in cls.__mro__ if c not in nn.Module.__mro__ and c is not _Quiet)
 
 
-def plain(value: object, depth: int = 3) -> bool:
+def plain(value: Any, depth: int = 3) -> bool:
     """Whether a value cannot change but by being replaced, or is a small container that can be compared as a whole."""
     kind = type(value)
     if kind in _ATOMS or isinstance(value, (enum.Enum, *_CODE)):
@@ -103,17 +105,13 @@ def plain(value: object, depth: int = 3) -> bool:
     if kind.__module__ == "numpy" and kind.__name__ != "ndarray" and getattr(value, "shape", None) == ():
         return True
     if kind in _CONTAINERS and depth:
-        return len(value) <= _LARGEST_CONTAINER and all(plain(v, depth - 1) for v in value)  # type: ignore[arg-type]
+        return len(value) <= _LARGEST_CONTAINER and all(plain(v, depth - 1) for v in value)
     if kind in (dict, OrderedDict) and depth:
-        return len(value) <= _LARGEST_CONTAINER and all(  # type: ignore[arg-type]
-            plain(v, depth - 1)
-            for pair in value.items()  # type: ignore[attr-defined]
-            for v in pair
-        )
+        return len(value) <= _LARGEST_CONTAINER and all(plain(v, depth - 1) for pair in value.items() for v in pair)
     if kind is functools.partial:
-        return plain(value.func) and plain(value.args) and plain(value.keywords)  # type: ignore[attr-defined]
+        return plain(value.func) and plain(value.args) and plain(value.keywords)
     if kind is types.MethodType:
-        return isinstance(value.__self__, type)  # type: ignore[attr-defined]
+        return isinstance(value.__self__, type)
     return _package(kind) in ("torch", "triton") and not isinstance(value, nn.Module)
 
 
@@ -137,7 +135,7 @@ class Surroundings:
     Attributes:
         names: all names that may be read of an instance.
         absent: those that were read and are in none of its classes.
-        entries: (owner, name) to the value that was found.
+        entries: owner, name, and the value that was found.
     """
 
     def __init__(self, cls: type[nn.Module], reads: frozenset[str]) -> None:
@@ -145,7 +143,8 @@ class Surroundings:
         self._lineage = lineage(cls)
         self.names = {"forward", "__getattr__", "__getattribute__", *reads} - {"__dict__", "__class__"}
         self.absent = frozenset(name for name in reads if not any(name in vars(c) for c in cls.__mro__))
-        self.entries: dict[tuple[Any, str], Any] = {}
+        self.entries: list[tuple[Any, str, Any]] = []
+        self._met: set[tuple[int, str]] = set()
         self._seen: set[int] = set()
         looked: set[str] = set()
         while self.names - looked:
@@ -159,14 +158,21 @@ class Surroundings:
     def _meet(self, owner: Any, name: str, value: Any) -> None:
         """Note one entry, and follow its code."""
         found = getattr(owner, name, ABSENT)
-        if (owner, name) in self.entries:
+        if not self._note(owner, name, found):
             return
-        # Of what may be written to, the contents are kept.
-        self.entries[owner, name] = copy.deepcopy(found) if type(found) in (list, set, dict, OrderedDict, tuple) else found
         if not self._follow(value) and not isinstance(value, torch.Tensor) and not plain(found):
             raise depends_on_object(name, value)
         if isinstance(value, torch.Tensor):
             raise NotRMSNorm(f"its result may depend on {name}, a tensor outside of it", True)
+
+    def _note(self, owner: Any, name: str, value: Any) -> bool:
+        """Add an entry; whether it is new. Of what may be written to, the contents are kept."""
+        new = (id(owner), name) not in self._met
+        if new:
+            self._met.add((id(owner), name))
+            written = type(value) in (list, set, dict, OrderedDict, tuple)
+            self.entries.append((owner, name, copy.deepcopy(value) if written else value))
+        return new
 
     def _follow(self, value: Any) -> bool:
         """Follow the code in a value; whether it is code."""
@@ -220,12 +226,12 @@ class Surroundings:
                 self._outside(value, inner, vars(value)[inner], names)
         # What other packages offer to call is theirs; that it is still the same is enough.
         maker = value if isinstance(value, types.FunctionType) else type(value)
-        if callable(value) and not isinstance(value, type) and _package(maker) not in (_package(self._cls), "types"):
-            if not isinstance(value, (nn.Module, types.BuiltinFunctionType, functools.partial, types.MethodType)):
-                self.entries[owner, name] = value
-                return
+        followed = (type, nn.Module, types.BuiltinFunctionType, functools.partial, types.MethodType)
+        if callable(value) and not isinstance(value, followed) and _package(maker) != _package(self._cls):
+            self._note(owner, name, value)
+            return
         if isinstance(value, dict) and all(map(_is_code, dict.values(value))):
-            self.entries[owner, name] = value  # a registry
+            self._note(owner, name, value)  # a registry
             return
         if value is ABSENT or (isinstance(value, type) and _is_foundation(value.__module__)):
             return

@@ -7,6 +7,8 @@ contiguous; a replacement does what the module did.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -20,12 +22,12 @@ _LARGEST = 2**16
 def natural(t: Tensor) -> bool:
     """Whether its dimensions lie in memory as they are counted; rows may have gaps between them."""
     strides = [stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1]
-    return all(a >= b for a, b in zip(strides, strides[1:], strict=False)) and 0 not in strides
+    return all(a >= b for a, b in pairwise(strides)) and 0 not in strides
 
 
 def in_order_of(y: Tensor, x: Tensor) -> Tensor:
     """y laid out densely with its dimensions in the order of x's."""
-    outward = sorted((i for i in range(x.dim()) if x.shape[i] > 1), key=lambda i: -x.stride(i))
+    outward = sorted((i for i in range(x.dim()) if x.shape[i] > 1), key=lambda i: -int(x.stride()[i]))
     outward = [i for i in range(x.dim()) if x.shape[i] <= 1] + outward
     inverse = [outward.index(i) for i in range(x.dim())]
     return y.permute(outward).contiguous().permute(inverse)
@@ -52,7 +54,11 @@ def observed(specimen: Specimen, convention: Convention) -> str | None:
     kept, made = True, True
     for sample in samples:
         x = sample.to(specimen.device)
-        x = x if x.stride() == sample.stride() else torch.empty_strided(x.shape, sample.stride(), device=x.device).fill_(1)
+        x = (
+            x
+            if x.stride() == sample.stride()
+            else torch.empty_strided(x.shape, sample.stride(), device=x.device).fill_(1)
+        )
         try:
             y = specimen.run(x, x) if convention.activation is not None else specimen.run(x)
         except NotRMSNorm:

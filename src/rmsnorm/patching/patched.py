@@ -79,9 +79,11 @@ class Proof:
         if weight is None:
             if self.weight_shape is not None or (dtype, None) not in self.pairs:
                 return False
-        elif not isinstance(weight, Tensor) or weight.shape != self.weight_shape:
-            return False
-        elif (dtype, weight.dtype) not in self.pairs:
+        elif (
+            not isinstance(weight, Tensor)
+            or weight.shape != self.weight_shape
+            or (dtype, weight.dtype) not in self.pairs
+        ):
             return False
         for other in inputs[1:]:
             if not isinstance(other, Tensor) or other.dtype != dtype or other.shape != shape:
@@ -90,8 +92,10 @@ class Proof:
         if _tracing() is not None or ((_compiling() or _any_autocast()) and torch.is_autocast_enabled(x.device.type)):
             return False
         # Tensors made in inference mode cannot be saved for a gradient; the module may not have to.
-        if _grad_enabled() and not _compiling() and (
-            x.is_inference() or inputs[-1].is_inference() or (weight is not None and weight.is_inference())
+        if (
+            _grad_enabled()
+            and not _compiling()
+            and (x.is_inference() or inputs[-1].is_inference() or (weight is not None and weight.is_inference()))
         ):
             return False
         return x.is_contiguous() or self._covers_layout(inputs)

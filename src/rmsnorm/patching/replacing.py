@@ -67,7 +67,7 @@ def unpatch(model: nn.Module) -> int:
                 f"{name or 'the model'} was given the class {type(module).__name__} after patch: undo that first"
             )
     for module in patched.values():
-        _give(module, type(module)._rmsnorm_original)  # type: ignore[arg-type]
+        _give(module, type(module)._rmsnorm_original)
     return len(patched)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -48,9 +47,9 @@ def survey(model: nn.Module) -> Iterator[Finding]:
         else:
             if id(module) in flattened:
                 reason = "its tensors are part of a flat parameter (FullyShardedDataParallel): patch before wrapping"
-                found = NotRMSNorm(reason, normalises=flattened[id(module)] == 1)
+                found: Proof | NotRMSNorm = NotRMSNorm(reason, normalises=flattened[id(module)] == 1)
             else:
-                found = _guarded(lambda module=module: _found(module, known))  # type: ignore[misc]
+                found = _guarded(module, known)
             if isinstance(found, Proof):
                 yield Finding(module, Entry(name, class_name, found.convention), found)
             else:
@@ -58,9 +57,9 @@ def survey(model: nn.Module) -> Iterator[Finding]:
                 yield Finding(module, Entry(name, class_name, found.convention, reason=str(found) if said else ""))
 
 
-def _guarded(examine: Any) -> Proof | NotRMSNorm:
+def _guarded(module: nn.Module, known: dict[Hashable, list[tuple[Watch, Proof | NotRMSNorm]]]) -> Proof | NotRMSNorm:
     try:
-        return examine()  # type: ignore[no-any-return]
+        return _found(module, known)
     except NotRMSNorm as reason:
         return reason
     except Exception as error:  # strangers' attributes, classes and tensors may raise anything
@@ -77,13 +76,11 @@ def _found(module: nn.Module, known: dict[Hashable, list[tuple[Watch, Proof | No
     if reason := unfit(module):
         return reason
     group = known.setdefault(outline(module), [])
-    for watch, found in group:
-        if watch.holds(module):
-            break
-    else:
-        found, watch = prove_module_once(module)
-        if watch is not None:
-            group.append((watch, found))
+    found = next((found for watch, found in group if watch.holds(module)), None)
+    if found is None:
+        found, reaches = prove_module_once(module)
+        if reaches is not None:
+            group.append((reaches, found))
     if isinstance(found, NotRMSNorm):
         return found
     try:

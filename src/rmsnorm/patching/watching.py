@@ -64,7 +64,7 @@ class Watch:
         self.vacant = tuple(
             name
             for name in sorted(surroundings.names)
-            if (name in slots[0] or name in slots[1] or values.get(name, None) is ABSENT)
+            if (name in slots[0] or name in slots[1] or values.get(name) is ABSENT)
             and all(slot.get(name) is None for slot in slots)
             and not hasattr(self.cls, name)
         )
@@ -80,7 +80,7 @@ class Watch:
     def _prepare(self, surroundings: Surroundings) -> None:
         """The lists that calls go through."""
         self._values = tuple(self.values.items())
-        self._entries = tuple((owner, name, value) for (owner, name), value in surroundings.entries.items())
+        self._entries = tuple(surroundings.entries)
         self._absent = surroundings.absent
         self._classes = tuple((vars(c), len(vars(c))) for c in lineage(self.cls))
         self._more = bool(self.vacant or self.children or self.scalars)
@@ -103,9 +103,7 @@ class Watch:
         return not self._more or self._inside(module)
 
     def _inside(self, module: nn.Module) -> bool:
-        """Whether nothing has come to its vacant places, its children are what they were, without hooks, and so are
-        the numbers that it keeps in tensors.
-        """
+        """The same of vacant places, of children and their hooks, and of numbers that it keeps in tensors."""
         for slot in _SLOTS:
             present = module.__dict__[slot]
             if any(present.get(name) is not None for name in self.vacant):
@@ -116,19 +114,12 @@ class Watch:
                 return False
             if not watch.holds(child):
                 return False
+        if self.scalars and torch.compiler.is_compiling():
+            return False  # a graph has no value to compare
         for name, value in self.scalars.items():
             t = getattr(module, name, None)
             # The value of a tensor elsewhere would have to be waited for.
             if not isinstance(t, Tensor) or t.device.type != "cpu" or t.numel() != 1 or float(t) != value:
-                return False
-        return True
-
-    def holds_traced(self, module: nn.Module) -> bool:
-        """`holds` in steps that a compiler can follow and guard."""
-        if self.scalars:
-            return False
-        for name, value in self.values.items():
-            if value is not ABSENT and getattr(module, name) != value:
                 return False
         return True
 
@@ -137,7 +128,11 @@ class Watch:
             return NotImplemented
         if self.cls is not other.cls or len(self._entries) != len(other._entries):
             return False
-        if any(a is not b for mine, its in zip(self._entries, other._entries, strict=True) for a, b in zip(mine, its, strict=True)):
+        if any(
+            a is not b
+            for mine, its in zip(self._entries, other._entries, strict=True)
+            for a, b in zip(mine, its, strict=True)
+        ):
             return False
         return (
             _same(self._values, other._values)
@@ -178,7 +173,8 @@ def _described(value: Any) -> str:
     code = getattr(value, "__code__", None)
     if isinstance(code, types.CodeType):
         return _described_code(code)
-    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}{repr(value) if _simple(value) else ''}"
+    name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+    return name + (repr(value) if _simple(value) else "")
 
 
 def _described_code(code: types.CodeType) -> str:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from rmsnorm.cli.inspect.findings import Norm, eps_problem
 from rmsnorm.cli.inspect.tensors import Stored, of_module
 from rmsnorm.patching.convention import Convention
-from rmsnorm.patching.survey import survey
 from rmsnorm.patching.report import Entry
+from rmsnorm.patching.survey import survey
 
 # What modules call their eps.
 _EPS_ATTRIBUTES = ("eps", "variance_epsilon", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
