@@ -58,6 +58,9 @@ def _run(argv: Sequence[str] | None) -> int:
     except CannotRun as error:
         print(f"rmsnorm {arguments.command}: {printable(str(error), 1000)}", file=sys.stderr)
         return 2
+    except MemoryError:
+        print(f"rmsnorm {arguments.command}: there is not enough memory for that", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"\nrmsnorm {arguments.command}: interrupted", file=sys.stderr)
         return 130

@@ -91,10 +91,14 @@ def residual_forward(
     branch = x if alpha == 1 else x * alpha
     total = branch.to(compute) + residual.to(compute)
     h = total.to(residual.dtype)
-    normalised = total if exact_sum else h
-    result = reference.result_dtype(x, weight, reference.ROUNDINGS[rounding])
-    y, rstd = gated_reference.forward(normalised.to(compute), None, weight, *named(_with_group_size(x, options)))
-    return laid_out_like(x, y.to(result)), laid_out_like(x, h), rstd.contiguous()
+    u = total if exact_sum else h.to(compute)
+    size, convention = group_size or x.shape[-1], reference.ROUNDINGS[rounding]
+    x_hat, rstd = gated_reference.forward(u, None, None, eps, 0.0, "once", size, "silu", True)
+    y = reference.round_x_hat(x_hat, x, weight, convention)
+    if weight is not None:
+        y = y * reference._gain(weight, weight_offset, compute)
+    y = y.to(reference.result_dtype(x, weight, convention))
+    return laid_out_like(x, y), laid_out_like(x, h), rstd.contiguous()
 
 
 def gated_backward(

@@ -19,7 +19,7 @@ from rmsnorm.cli.requirements import CannotRun
 from rmsnorm.cli.text import printable
 
 # The largest models stay below a tenth of these: beyond, a configuration is a mistake, or made to take all memory.
-MOST_MODULES, LARGEST_COUNT, LONGEST_VECTOR, MOST_BYTES = 100_000, 10_000, 2**22, 2**32
+MOST_MODULES, LARGEST_COUNT, WIDEST_NORM, MOST_BYTES = 100_000, 10_000, 2**17, 2**32
 _COUNT = re.compile(r"layers?$|depths?$|blocks?$|^num_|^n_(?!positions|ctx|embd|inner)|^layers|_layers_|experts")
 _EPS = re.compile(r"norm.*eps|eps.*norm|^eps$|^epsilon$", re.IGNORECASE)
 
@@ -81,8 +81,9 @@ def build(config_file: Path, config: dict[str, Any]) -> nn.Module | str:
     except Exception as error:  # a model's constructor may raise anything
         said = str(error).strip().partition("\n")[0] or type(error).__name__
         return f"transformers does not build this model: {printable(said)}"
-    longest = max((p.numel() for p in model.parameters() if p.dim() == 1), default=0)
-    return f"the model has vectors of {longest} elements" if longest > LONGEST_VECTOR else model
+    norms = (module for module in model.modules() if "norm" in type(module).__name__.lower())
+    widest = max((p.numel() for norm in norms for p in norm.parameters(recurse=False)), default=0)
+    return f"the model has a norm of {widest} elements" if widest > WIDEST_NORM else model
 
 
 def _named_class(config: Any) -> Any:

@@ -103,7 +103,7 @@ def safetensors_of_folder(path: Path) -> Parts:
     elif index:
         chosen = sorted(set(index.values()))
         if missing := [name for name in chosen if name not in there]:
-            raise CannotRun(f"{path} is not complete: its index names {_listed(missing)}")
+            raise CannotRun(f"{path} is not complete: of the files that its index names, {_listed(missing)}")
     else:
         chosen = list(there)
     for name in chosen:

@@ -86,7 +86,9 @@ def _refused(entry: Entry, module: nn.Module, problems: list[str]) -> ModelNorm:
     reason = [] if problems else [f"convention unknown: {entry.reason}"]
     own = dict(module.named_parameters(recurse=False))
     weight = next((name for name in ("weight", "scale", "gamma", *own) if name in own), None)
-    norm = Norm(_name(entry), own[weight].numel() if weight else None, None, eps, None, warnings=problems, notes=reason)
+    width = own[weight].numel() if weight else None
+    problems = problems if width != 0 else [*problems, "its weight has no elements"]
+    norm = Norm(_name(entry), width, None, eps, None, warnings=problems, notes=reason)
     return _with_weight(entry, module, norm, weight)
 
 

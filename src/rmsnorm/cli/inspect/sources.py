@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import re
 import sys
 import traceback
@@ -31,6 +32,7 @@ from rmsnorm.cli.requirements import CannotRun, is_installed
 from rmsnorm.cli.text import printable
 
 _ALLOWED = "a checkpoint folder, a .safetensors or .gguf file, a config.json, or module:callable"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _GGUF_EPS = ".attention.layer_norm_rms_epsilon"
 # What llama.cpp calls the architectures whose offsets from one its converter folds into the gains.
 _FOLDED = ("gemma", "qwen3next", "qwen35", "nemotron")
@@ -86,6 +88,8 @@ def _folder(path: Path, step: Callable[[str], None]) -> Found:
     parts = [part.name for part in sorted(path.iterdir()) if part.is_dir() and (part / "config.json").exists()]
     if parts:
         raise CannotRun(f"{path} is made of parts, to be inspected one by one: {', '.join(parts[:10])}")
+    if pickles := [file.name for file in sorted(path.iterdir()) if file.suffix in _PICKLES]:
+        raise CannotRun(f"{path} has {pickles[0]}, and reading that would run code in it: save it as .safetensors")
     raise CannotRun(f"{path} has neither config.json nor .safetensors files; TARGET is {_ALLOWED}")
 
 
@@ -111,7 +115,8 @@ def _checkpoint(found: Found, parts: Parts, config_file: Path, step: Callable[[s
         names = sorted(norm_weights(shapes), key=natural)
         found.norms = [(Norm(name, tensors[name].count, None, None, None), tensors[name]) for name in names]
         if not names:
-            found.notes.append(f"None of its {len(tensors)} tensors is called like the weight of an RMSNorm.")
+            none = f"None of its {len(tensors)} tensors is called like the weight of an RMSNorm."
+            found.notes.append(none if tensors else "It has no tensors.")
     elif not found.warnings:
         raise CannotRun(f"{found.source}: {found.notes[-1]}")
     return found
@@ -207,6 +212,7 @@ def _gguf(parts: Parts, step: Callable[[str], None]) -> Found:
     eps = _gguf_eps(whole, parts.source)
     if eps is not None and (problem := eps_problem(eps)):
         found.warnings.append(problem)
+        eps = eps if math.isfinite(eps) else None
     names = sorted(norm_weights({name: t.shape for name, t in whole.tensors.items()}), key=natural)
     found.norms = [(Norm(name, whole.tensors[name].count, None, eps, 0.0), whole.tensors[name]) for name in names]
     # llama.cpp adds the one of Gemma and its like while converting.
