@@ -41,6 +41,7 @@ class Proof:
     Attributes:
         pairs: the dtypes of input and weight that were tried.
         width: the size of the last dimension, if that is all of the row.
+        unsquare: a size that no other dimension may have, where that was not tried.
         call: this library's call, of input, weight and gate.
     """
 
@@ -52,6 +53,7 @@ class Proof:
         shape = convention.shape
         self.pairs = frozenset((e.x, e.weight) for e in convention.evidence)
         self.width = shape[0] if shape is not None and len(shape) == 1 else None
+        self.unsquare = None if convention.square else self.width
         self.call: Callable[..., Tensor] = convention.apply
         if convention.activation is None and self.width is not None and weight_shape == shape:
             self.call = functools.partial(functional.rms_norm, eps=convention.eps, **convention.options)
@@ -64,6 +66,8 @@ class Proof:
         return (
             self.convention == other.convention
             and self.pairs == other.pairs
+            and (self.convention.autocast, self.convention.square)
+            == (other.convention.autocast, other.convention.square)
             and (self.weight_shape, self.layout, self.device) == (other.weight_shape, other.layout, other.device)
             and self.watch == other.watch
         )
@@ -89,7 +93,9 @@ class Proof:
             if not isinstance(other, Tensor) or other.dtype != dtype or other.shape != shape:
                 return False
         # Graphs of TorchScript and of ONNX are made of PyTorch's own operations.
-        if _tracing() is not None or ((_compiling() or _any_autocast()) and torch.is_autocast_enabled(x.device.type)):
+        if _tracing() is not None or ((_compiling() or _any_autocast()) and not self._covers_autocast(x.device.type)):
+            return False
+        if self.unsquare is not None and self.unsquare in shape[:-1]:
             return False
         # Tensors made in inference mode cannot be saved for a gradient; the module may not have to.
         if (
@@ -99,6 +105,9 @@ class Proof:
         ):
             return False
         return x.is_contiguous() or self._covers_layout(inputs)
+
+    def _covers_autocast(self, device: str) -> bool:
+        return device in self.convention.autocast or not torch.is_autocast_enabled(device)
 
     def _covers_row(self, shape: torch.Size) -> bool:
         row, group = self.convention.shape, self.convention.group_size
