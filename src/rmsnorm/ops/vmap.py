@@ -35,14 +35,16 @@ def rule(op: torch._ops.OpOverload) -> Callable[..., tuple[Any, Any]]:
             ]
             if isinstance(samples[0], Tensor):
                 return torch.stack(samples)[:size], 0
-            return tuple(torch.stack(parts)[:size] for parts in zip(*samples, strict=True)), (0,) * len(samples[0])
+            stacked = [
+                None if parts[0] is None else torch.stack(parts)[:size] for parts in zip(*samples, strict=True)
+            ]
+            return tuple(stacked), tuple(None if s is None else 0 for s in stacked)
         for name, value in given.items():
             if isinstance(value, Tensor) and name != "weight" and dims[name] is None:
                 given[name] = value.expand(size, *value.shape)
         result = op(*given.values())
         if isinstance(result, Tensor):
             return result, 0
-        # What nobody needs of `backward` is an empty vector and has no samples.
-        return result, tuple(None if part.dim() == 1 else 0 for part in result)
+        return result, tuple(None if part is None else 0 for part in result)
 
     return batched
