@@ -99,7 +99,7 @@ def calls(width: int, dtype: torch.dtype, dry: bool) -> Iterator[tuple[str, tupl
         options = width // groups, number % 2, (width + number) % 2 == 0
         yield "gated_forward_train", (x, gate, weight, 1e-6, 1.0, width % 3, *options)
         rstd = torch.ops.rmsnorm.gated_forward_train(x, gate, weight, 1e-6, 1.0, 0, *options)[1]
-        yield "gated_backward", (dy, x, gate, rstd, weight, 1.0, *options, True, True, True)
+        yield "gated_backward", (dy, x, gate, rstd, weight, None, 1.0, *options, True, True, True)
 
 
 def unequal(device: torch.device, op: str, arguments: tuple[Any, ...], expected: Any = None) -> list[str]:

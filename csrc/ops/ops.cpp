@@ -75,18 +75,11 @@ std::tuple<Tensor, Tensor> forward_train(const Tensor& x_given, const std::optio
     return {y.tensor, rstd};
 }
 
-// Refuses what functional.py may still allow: an `out` not known to be x itself or apart from all that is
-// read.
 void forward_out(const Tensor& x_given, const std::optional<Tensor>& weight_given, double eps,
                  const Tensor& out, double weight_offset, int64_t rounding) {
     const View x(x_given), y(out);
     const std::optional<View> weight = view(weight_given);
-    STD_TORCH_CHECK(y.shaped_as(x) && y.dtype == result_dtype(x.dtype, weight, rounding),
-                    "out must have x's shape and the result's dtype");
-    STD_TORCH_CHECK(!x.copied && !y.copied && !(weight && weight->copied), "expected adjacent columns");
-    STD_TORCH_CHECK(!rmsnorm::overlaps_itself(y.dim, y.sizes, y.strides), "out must not overlap itself");
-    STD_TORCH_CHECK(y.lies_as(x) || y.apart_from(x), "out must be x itself or lie apart from it");
-    STD_TORCH_CHECK(!weight || y.apart_from(*weight), "out must lie apart from weight");
+    check_out(y, result_dtype(x.dtype, weight, rounding), x, {&weight});
     normalize(x, nullptr, weight, {eps, weight_offset, rounding}, y, nullptr, nullptr);
 }
 
@@ -104,7 +97,7 @@ std::tuple<Tensor, Tensor, Tensor> add_forward(const Tensor& x_given, const Tens
 }
 
 // With `rebuilt_dtype`, x is y, and x in that dtype is rebuilt from it.
-std::tuple<Tensor, Tensor> backward(const Tensor& dy_given, const Tensor& x_given, const Tensor& rstd_given,
+std::tuple<Result, Result> backward(const Tensor& dy_given, const Tensor& x_given, const Tensor& rstd_given,
                                     const std::optional<Tensor>& weight_given, double weight_offset,
                                     const std::optional<Tensor>& dh_given,
                                     std::optional<ScalarType> rebuilt_dtype, bool need_dx,
@@ -135,7 +128,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy_given, const Tensor& x_give
     call.x_type = x_type;
     const int64_t scratch = need_dx ? cols : 0;
     const Dtype dweight_type = weight ? weight->dtype : Dtype::f32;
-    const Tensor dweight = sum_rows(
+    const Result dweight = sum_rows(
         rows, cols, need_dweight, dweight_type, scratch,
         [&](int64_t begin, int64_t end, float* sums, float* room) {
             layout.for_each_run(begin, end, [&](const Layout::Run& run) {
@@ -156,7 +149,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& dy_given, const Tensor& x_give
                 kernels.backward(part);
             });
         });
-    return {need_dx ? dx->tensor : empty_vector(0, scalar_type(x_type)), dweight};
+    return {need_dx ? tensor_of(dx) : std::nullopt, dweight};
 }
 
 std::string isa() { return table().name; }
@@ -175,7 +168,7 @@ STABLE_TORCH_LIBRARY(rmsnorm, m) {
     m.def("add_forward(Tensor x, Tensor residual, " NORM ") -> (Tensor y, Tensor h, Tensor rstd)");
     m.def(
         "backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, float weight_offset, Tensor? dh, "
-        "ScalarType? rebuilt_dtype, bool need_dx, bool need_dweight) -> (Tensor dx, Tensor dweight)");
+        "ScalarType? rebuilt_dtype, bool need_dx, bool need_dweight) -> (Tensor? dx, Tensor? dweight)");
 #undef NORM
     m.def("isa() -> str");
     m.def("isas() -> str");

@@ -246,6 +246,28 @@ class Gain {
     const float* values_ = nullptr;
 };
 
+// A result that is made where it is wanted.
+using Result = std::optional<Tensor>;
+inline Result tensor_of(const std::optional<View>& view) {
+    return view ? Result(view->tensor) : std::nullopt;
+}
+
+// Refuses what functional.py may still allow: an `out` not known to be x itself or apart from all that is
+// read.
+inline void check_out(const View& out, Dtype dtype, const View& x,
+                      std::initializer_list<const std::optional<View>*> others) {
+    STD_TORCH_CHECK(out.shaped_as(x) && out.dtype == dtype, "out must have x's shape and the result's dtype");
+    STD_TORCH_CHECK(!x.copied && !out.copied, "expected adjacent columns");
+    STD_TORCH_CHECK(!rmsnorm::overlaps_itself(out.dim, out.sizes, out.strides),
+                    "out must not overlap itself");
+    STD_TORCH_CHECK(out.lies_as(x) || out.apart_from(x), "out must be x itself or lie apart from it");
+    for (const std::optional<View>* other : others) {
+        STD_TORCH_CHECK(!*other || !(*other)->copied, "expected adjacent columns");
+        STD_TORCH_CHECK(!*other || out.apart_from(**other),
+                        "out must lie apart from the gate and the weight");
+    }
+}
+
 inline std::optional<View> view(const std::optional<Tensor>& t) {
     return t ? std::optional<View>(std::in_place, *t) : std::nullopt;
 }

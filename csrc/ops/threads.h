@@ -26,9 +26,9 @@ inline int64_t leaves_of(int64_t rows) {
 
 // work(begin, end, sums, scratch) for runs of rows; it adds their terms of dweight to `sums`. Runs are the
 // leaves of a binary tree, whose sums are added in pairs (reference.add_in_pairs), and rounded. Where dweight
-// is not wanted, `sums` is null, the runs are what suits the threads, and the result is empty.
+// is not wanted, `sums` is null, the runs are what suits the threads, and there is no result.
 template <class Work>
-Tensor sum_rows(int64_t rows, int64_t cols, bool need_dweight, Dtype dtype, int64_t scratch_floats,
+Result sum_rows(int64_t rows, int64_t cols, bool need_dweight, Dtype dtype, int64_t scratch_floats,
                 Work work) {
     const rmsnorm::Kernels& kernels = table();
     const int64_t leaves = leaves_of(rows);
@@ -77,8 +77,8 @@ Tensor sum_rows(int64_t rows, int64_t cols, bool need_dweight, Dtype dtype, int6
             for (int64_t task = begin; task < end; ++task) run(task);
         });
 
-    const Tensor dweight = empty_vector(sum_cols, scalar_type(dtype));
-    if (!need_dweight) return dweight;
+    if (!need_dweight) return std::nullopt;
+    const Tensor dweight = empty_vector(cols, scalar_type(dtype));
     for (int64_t step = 1; step < subtrees; step *= 2)
         for (int64_t subtree = 0; subtree < subtrees; subtree += 2 * step)
             kernels.accumulate(totals + (subtree + step) * cols, totals + subtree * cols, cols);

@@ -27,7 +27,7 @@ WIDTHS = (64, 128, 192, 512, 768, 1024, 2048, 2880, 4096, 5120, 8192, 12288, 163
 # Operators, and how many row tensors their largest kernel has.
 OPERATORS = ("forward", "add", "backward", "dx", "one row", "few rows")
 # The gate's activation and whether the norm comes before it; without a gate there are groups alone.
-GATES = {"gate first": (0, False), "gate last": (0, True), "groups": None}
+GATES = {"gate first": (0, True), "gate last": (0, False), "groups": None}
 GATED = (*GATES, *(f"{op} backward" for op in GATES))
 GATED_WIDTHS = (128, 512, 768, 2048, 4096, 5120, 12288)
 BINARIES = Path(nvidia.__file__).parent / "bin"
@@ -80,12 +80,12 @@ def call_gated(op, x_dtype, weight_dtype, cols):
     """Two groups of `cols`."""
     form, rows = GATES[op.removesuffix(" backward")], 64 * configurations.FUSED_LEAVES
     x, weight = torch.empty(rows, 2 * cols, dtype=x_dtype), torch.empty(2 * cols, dtype=weight_dtype)
-    gate, options = None if form is None else x, (cols, *(form or (0, True)))
+    gate, options = None if form is None else x, (cols, *(form or (0, False)))
     if op in GATES:
         gated_operators.gated_forward_train(x, gate, weight, 1e-6, 1.0, 1, *options)
     else:
         rstd, needed = torch.empty(rows, 2), (True, form is not None, True)
-        gated_operators.gated_backward(x, x, gate, rstd, weight, 1.0, *options, *needed)
+        gated_operators.gated_backward(x, x, gate, rstd, weight, None, 1.0, *options, *needed)
 
 
 def compile_all(

@@ -16,15 +16,15 @@ WEIGHTS = (None, *DTYPES)
 
 
 def normalize(x, gate, weight, form, size, eps=1e-6, offset=0.0, rounding=0):
-    return "gated_forward_train", (x, gate, weight, eps, offset, rounding, size, *(form or (0, True)))
+    return "gated_forward_train", (x, gate, weight, eps, offset, rounding, size, *(form or (0, False)))
 
 
 def backward(dy, x, gate, weight, form, size, offset=0.0, eps=1e-6, needed=(True, True, True)):
-    options = size, *(form or (0, True))
+    options = size, *(form or (0, False))
     rstd = torch.ops.rmsnorm.gated_forward_train(x, gate, weight, eps, offset, 0, *options)[1]
     need_dx, need_dgate, need_dweight = needed
     needed = need_dx, need_dgate and gate is not None, need_dweight
-    return "gated_backward", (dy, x, gate, rstd, weight, offset, *options, *needed)
+    return "gated_backward", (dy, x, gate, rstd, weight, None, offset, *options, *needed)
 
 
 def group_size(width, number):
@@ -34,7 +34,7 @@ def group_size(width, number):
 
 def dtype_of_dy(form, x_dtype, number):
     """A gate that comes last makes y x's dtype."""
-    return x_dtype if form is not None and form[1] else DTYPES[number % 3]
+    return x_dtype if form is not None and not form[1] else DTYPES[number % 3]
 
 
 # ---------------------------------------------------------------- in tall tiles

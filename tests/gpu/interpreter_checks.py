@@ -60,7 +60,7 @@ def far_rows():
                 yield from unequal(
                     f"far gate {width}", y, ops.gated_forward(near, near, weight, 1e-6, 0.0, 0, *options)
                 )
-                rest = rstd, weight, 0.0, *options, True, True, True
+                rest = rstd, weight, None, 0.0, *options, True, True, True
                 found = gated_operators.gated_backward(x, gate, x, *rest)
                 for f, e in zip(found, ops.gated_backward(near, near, near, *rest), strict=True):
                     yield from unequal(f"gated backward of far rows {width}", f, e)
@@ -95,13 +95,13 @@ def beyond_reach():
             rest = expected[2], weight, 0.0, None, None, True, True
             for f, e in zip(operators.backward(x, x, *rest), ops.backward(x, x, *rest), strict=True):
                 yield from unequal(f"backward beyond reach {shape}", f, e)
-            options = shape[1] // 10, 0, True  # ten groups of a row count as rows
+            options = shape[1] // 10, 0, False  # ten groups of a row count as rows
             expected = ops.gated_forward_train(x, x, weight, 1e-6, 0.0, 0, *options)
             for f, e in zip(
                 gated_operators.gated_forward_train(x, x, weight, 1e-6, 0.0, 0, *options), expected, strict=True
             ):
                 yield from unequal(f"gated beyond reach {shape}", f, e)
-            rest = expected[1], weight, 0.0, *options, True, True, True
+            rest = expected[1], weight, None, 0.0, *options, True, True, True
             for f, e in zip(
                 gated_operators.gated_backward(x, x, x, *rest), ops.gated_backward(x, x, x, *rest), strict=True
             ):
@@ -149,13 +149,12 @@ def refusals():
         (x, torch.ones(2), 0, 2, 0),
         (x, weight, 3, 4, 0),
         (x, weight, 0, 3, 0),
-        (x, weight, 0, 0, 0),
         (x, weight, 0, -4, 0),
         (x, weight, 0, 8, 0),
         (x, weight, 0, 4, 2),
         (x, weight, 0, 4, -1),
     ]
-    gated_backward = [  # dy, gate, rstd, group_size, norm_before_gate, need_dgate
+    gated_backward = [  # dy, gate, rstd, group_size, whether the gate is last, need_dgate
         (torch.ones(2, 3), x, rstd, 4, True, True),
         (x.bfloat16(), x, rstd, 4, True, True),
         (x.double(), x, rstd, 4, False, True),
@@ -167,7 +166,7 @@ def refusals():
     calls = [
         *((gated_operators.gated_forward, (x, g, w, 1e-6, 0.0, *rest, True)) for g, w, *rest in gated),
         *(
-            (gated_operators.gated_backward, (dy, x, gate, r, weight, 0.0, size, 0, first, True, need, True))
+            (gated_operators.gated_backward, (dy, x, gate, r, weight, None, 0.0, size, 0, not first, True, need, True))
             for dy, gate, r, size, first, need in gated_backward
         ),
         (gated_operators.gated_forward, (x, x, weight, float("nan"), 0.0, 0, 4, 0, True)),

@@ -53,6 +53,8 @@ def compare(form, op, arguments):
     found = gpu.implementation(op)(*arguments)
     call = f"{form} {op} " + ", ".join(describe(a) for a in arguments)
     for name, f, e in zip(RESULTS[op], found, expected, strict=True):
+        if f is None and e is None:
+            continue
         if (wrong := difference(f, e)) is not None:
             yield f"{call}: {name}: {wrong}"
         elif f.numel() and f.stride() != e.stride():

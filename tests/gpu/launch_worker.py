@@ -171,8 +171,8 @@ def gated(x, dy, w, offset, rounding):
         rstd = torch.empty(*x.shape[:-1], cols // options[0])
         need_dx, need_dgate, need_dweight = (random.random() < 0.6 for _ in range(3))
         needed = need_dx, need_dgate and gate is not None, need_dweight
-        dy = dy.to(x.dtype) if gate is not None and options[2] else dy
-        gated_operators.gated_backward(dy, x, gate, rstd, w, offset, *options, *needed)
+        dy = dy.to(x.dtype) if gate is not None and not options[2] else dy
+        gated_operators.gated_backward(dy, x, gate, rstd, w, None, offset, *options, *needed)
 
 
 def alignment():
@@ -225,7 +225,7 @@ def gated_signatures():
     strides = {f"{name}_{part}" for name in ("x", "gate") for part in ("outer", "inner")}
     with recording() as r:
         gated_operators.gated_forward_train(x, x, None, 1e-6, 0.0, 0, 2048, 0, True)
-        rest = torch.empty(64 * 128, 2), None, 0.0, 2048, 0, False, True, True, True
+        rest = torch.empty(64 * 128, 2), None, None, 0.0, 2048, 0, False, True, True, True
         gated_operators.gated_backward(x, x, x, *rest)
         for name, _, source, _ in r.compiled[:2]:
             wanted = {
@@ -258,9 +258,9 @@ def gated_grids():
         for form in ((0, True), (1, False), None):
             with recording() as r:
                 x = torch.empty(rows, cols * groups, dtype=BRAIN)
-                gate, options = None if form is None else x, (cols, *(form or (0, True)))
+                gate, options = None if form is None else x, (cols, *(form or (0, False)))
                 gated_operators.gated_forward(x, gate, None, 1e-6, 0.0, 0, *options)
-                rest = torch.empty(rows, groups), None, 0.0, *options, True, form is not None, True
+                rest = torch.empty(rows, groups), None, None, 0.0, *options, True, form is not None, True
                 gated_operators.gated_backward(x, x, gate, *rest)
                 for _, kernel, grid, given, _ in r.launched:
                     if kernel.name == "fold":
@@ -281,7 +281,7 @@ def gated_grids():
     with recording() as r:
         x, rstd = torch.empty(0, 8), torch.empty(0, 2)
         gated_operators.gated_forward(x, x, None, 1e-6, 0.0, 0, 4, 0, True)
-        gated_operators.gated_backward(x, x, x, rstd, None, 0.0, 4, 0, True, True, True, True)
+        gated_operators.gated_backward(x, x, x, rstd, None, None, 0.0, 4, 0, True, True, True, True)
         if r.launched:
             yield "launches for no rows"
 

@@ -18,8 +18,8 @@ from tests.support.layouts import STRIDES, base
 from tests.support.rows import DTYPES, ROWS, WIDTHS, all_rows, finite_rows, generator, random_rows, special_weight
 
 WEIGHTS = (None, *DTYPES)
-# The activation and whether the norm comes before the gate; None has no gate.
-FORMS = (*product(range(len(gated_reference.ACTIVATIONS)), (True, False)), None)
+# The activation and whether the gate comes first; None has no gate.
+FORMS = (*product(range(len(gated_reference.ACTIVATIONS)), (False, True)), None)
 SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 
 
@@ -49,7 +49,7 @@ def gate_rows(rows, width, dtype, seed, kinds=None):
 
 def _call(form):
     """What the operators get in the place of a form."""
-    return (0, True) if form is None else form
+    return (0, False) if form is None else form
 
 
 def _spread(width, index):
@@ -84,7 +84,7 @@ def gated_gradients():
         for form in _spread(width, index):
             for _ in range(2 if width <= 127 else 1):
                 count += 1
-                dy_dtype = x_dtype if form is not None and form[1] else DTYPES[count % 3]
+                dy_dtype = x_dtype if form is not None and not form[1] else DTYPES[count % 3]
                 weight, size = plain_weight(width, WEIGHTS[count // 2 % 4]), sizes[count % len(sizes)]
                 # Finite rows of every kind, and dy and gates of order one: then every row counts in dweight.
                 x = finite_rows(width, x_dtype, seed=count)
@@ -147,7 +147,7 @@ def gated_layouts():
         copies = (17 << 20) // dtype.itemsize // cols // len(x) + 1
         gate = None if form is None else gate_rows(len(x), cols, dtype, seed=1)
         activation, first = _call(form)
-        options = (size, gated_reference.ACTIVATIONS[activation], first)
+        options = (size, gated_reference.ACTIVATIONS[activation], not first)
         y, rstd = gated_reference.forward(x, gate, weight, 1e-6, 0.0, reference.ROUNDINGS[0], *options)
         many = [None if t is None else t.expand(copies, *t.shape) for t in (x, gate, y, rstd)]
         name = f"past the cache {describe_gate(gate, _call(form), size)} {describe(x, weight, 0.0)}"

@@ -51,25 +51,25 @@ def rebuild_case(name, x, weight, offset=0.0, rounding=0, eps=1e-6, dh=None):
 
 
 def gated_case(name, x, gate, weight, form, group_size, offset=0.0, rounding=0, eps=1e-6):
-    """`form` is the activation's index and whether the norm comes before the gate."""
-    activation, first = gated_reference.ACTIVATIONS[form[0]], form[1]
-    options = (weight, eps, offset, reference.ROUNDINGS[rounding], group_size, activation, first)
+    """`form` is the activation's index and whether the gate comes first."""
+    activation, norm_first = gated_reference.ACTIVATIONS[form[0]], not form[1]
+    options = (weight, eps, offset, reference.ROUNDINGS[rounding], group_size, activation, norm_first)
     expected = gated_reference.forward(x, gate, *options)
     name = f"{name} {describe_gate(gate, form, group_size)} {describe(x, weight, offset, rounding)}"
     return Case(name, GATED, (x, gate, weight, eps, offset, rounding, group_size, *form), expected)
 
 
 def gated_backward_case(name, dy, x, gate, weight, form, group_size, offset=0.0, eps=1e-6):
-    activation, first = gated_reference.ACTIVATIONS[form[0]], form[1]
-    rstd = gated_reference.forward(x, gate, weight, eps, offset, "once", group_size, activation, first)[1]
-    expected = gated_reference.backward(dy, x, gate, rstd, weight, offset, group_size, activation, first)
+    activation, norm_first = gated_reference.ACTIVATIONS[form[0]], not form[1]
+    rstd = gated_reference.forward(x, gate, weight, eps, offset, "once", group_size, activation, norm_first)[1]
+    expected = gated_reference.backward(dy, x, gate, rstd, weight, offset, group_size, activation, norm_first)
     name = f"{name} {describe_gate(gate, form, group_size)} {describe(x, weight, offset)} dy={short(dy.dtype)}"
-    arguments = (dy, x, gate, rstd, weight, offset, group_size, *form)
+    arguments = (dy, x, gate, rstd, weight, None, offset, group_size, *form)
     return Case(name, GATED_BACKWARD, arguments, tuple(t for t in expected if t is not None))
 
 
 def describe_gate(gate, form, group_size):
-    kind = "no gate" if gate is None else f"{gated_reference.ACTIVATIONS[form[0]]} {'after' if form[1] else 'before'}"
+    kind = "no gate" if gate is None else f"{gated_reference.ACTIVATIONS[form[0]]} {'before' if form[1] else 'after'}"
     return f"{kind}, groups of {group_size},"
 
 

@@ -106,8 +106,8 @@ std::vector<float> gain_of(const rmsnorm::Kernels& kernels, const Array& weight,
     return gain;
 }
 
-// As csrc/ops/threads.h, without threads: all leaves, then pairs of what is left. work(begin, end, sums) takes
-// one leaf.
+// As csrc/ops/threads.h, without threads: all leaves, then pairs of what is left. work(begin, end, sums)
+// takes one leaf.
 template <class Work>
 void sum_rows(const rmsnorm::Kernels& kernels, int64_t rows, const Array& dweight, Work work) {
     const int64_t cols = dweight.cols();
@@ -169,7 +169,7 @@ void gated_forward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* ou
     g.normed_type = Dtype(read<int64_t>(in));
     f.cols = read<int64_t>(in);
     g.gate.activation = rmsnorm::Activation(read<int64_t>(in));
-    g.gate.first = !read<int64_t>(in);
+    g.gate.first = read<int64_t>(in);
     const Array x = Array::from(in), gate = Array::from(in), weight = Array::from(in);
     const std::vector<float> gain = gain_of(kernels, weight, offset);
     f.x = x.at(0), f.rows = x.rows(), f.groups = x.cols() / f.cols, f.x_type = x.dtype();
@@ -192,7 +192,7 @@ void gated_backward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* o
     const auto weight_type = Dtype(read<int64_t>(in));
     b.cols = read<int64_t>(in);
     g.gate.activation = rmsnorm::Activation(read<int64_t>(in));
-    g.gate.first = !read<int64_t>(in);
+    g.gate.first = read<int64_t>(in);
     const Array dy = Array::from(in), x = Array::from(in), gate = Array::from(in), rstd = Array::from(in),
                 weight = Array::from(in);
     const int64_t rows = x.rows(), cols = x.cols();

@@ -105,15 +105,15 @@ def encode(case):
         head = struct.pack("<qddqq", 0, eps, offset, _CODES[y_type], _CODES[x_hat_type(x, weight, rounding)])
         return head + array(x) + array(residual[0] if residual else None) + array(weight)
     if case.op == "gated":
-        x, gate, weight, eps, offset, rounding, group_size, activation, norm_first = case.arguments
+        x, gate, weight, eps, offset, rounding, group_size, activation, gate_first = case.arguments
         normed_type = reference.result_dtype(x, weight, reference.ROUNDINGS[rounding]) if rounding else torch.float32
         types = (case.expected[0].dtype, x_hat_type(x, weight, rounding), normed_type)
-        head = struct.pack("<qdd6q", 2, eps, offset, *map(_CODES.get, types), group_size, activation, norm_first)
+        head = struct.pack("<qdd6q", 2, eps, offset, *map(_CODES.get, types), group_size, activation, gate_first)
         return head + b"".join(map(array, (x, gate, weight)))
     if case.op == "gated_backward":
-        dy, x, gate, rstd, weight, offset, group_size, activation, norm_first = case.arguments
+        dy, x, gate, rstd, weight, _, offset, group_size, activation, gate_first = case.arguments
         weight_type = 0 if weight is None else _CODES[weight.dtype]
-        head = struct.pack("<qd4q", 3, offset, weight_type, group_size, activation, norm_first)
+        head = struct.pack("<qd4q", 3, offset, weight_type, group_size, activation, gate_first)
         return head + b"".join(map(array, (dy, x, gate, rstd.reshape(1, -1), weight)))
     dy, x, rstd, weight, offset, dh, *rebuilt = case.arguments
     rebuilt_type = _CODES[rebuilt[0]] if rebuilt else -1

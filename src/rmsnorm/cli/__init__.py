@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from rmsnorm import __version__
 from rmsnorm.cli import bench, check, compare, demo, info, inspect
 from rmsnorm.cli.requirements import CannotRun
+from rmsnorm.cli.text import printable
 
 COMMANDS = {
     "info": info,
@@ -51,7 +52,7 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         return int(arguments.run(arguments))
     except CannotRun as error:
-        print(f"rmsnorm {arguments.command}: {error}", file=sys.stderr)
+        print(f"rmsnorm {arguments.command}: {printable(str(error), 1000)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"\nrmsnorm {arguments.command}: interrupted", file=sys.stderr)

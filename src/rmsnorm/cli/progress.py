@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from rmsnorm.cli.requirements import is_installed
+from rmsnorm.cli.text import printable
 
 
 class Step(Protocol):
@@ -28,7 +29,7 @@ def progress(total: float) -> Iterator[Step]:
 
         def line(text: str = "", size: float = 1.0, /) -> None:
             if text:
-                print(f"{time.monotonic() - start:5.0f} s  {text}", file=sys.stderr, flush=True)
+                print(f"{time.monotonic() - start:5.0f} s  {printable(text)}", file=sys.stderr, flush=True)
 
         yield line
 
@@ -36,6 +37,7 @@ def progress(total: float) -> Iterator[Step]:
 @contextmanager
 def _bar(total: float) -> Iterator[Step]:
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     left = TextColumn("left", style="progress.remaining")
@@ -50,6 +52,6 @@ def _bar(total: float) -> Iterator[Step]:
             bar.advance(task, before)
             before = size
             if text:
-                bar.update(task, description=text)
+                bar.update(task, description=escape(printable(text)))
 
         yield step

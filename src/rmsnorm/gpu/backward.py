@@ -13,8 +13,8 @@ from rmsnorm.gpu.kernels import backward as kernels
 from rmsnorm.gpu.kernels import columns as column_kernels
 from rmsnorm.gpu.launching import INTERPRETED, Kernel, Launch
 from rmsnorm.gpu.layout import Maker
-from rmsnorm.numerics import reference
-from rmsnorm.ops import library
+from rmsnorm.numerics import fixed_sum
+from rmsnorm.ops import layouts
 
 _BACKWARD = Kernel(kernels.backward)
 _SLOPES = Kernel(kernels.slopes)
@@ -27,13 +27,8 @@ def dweight_dtype(weight: Tensor | None) -> torch.dtype:
     return torch.float32 if weight is None else weight.dtype
 
 
-def or_empty(gradient: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the operator returns for a gradient that is not wanted."""
-    return x.new_empty(0, dtype=dtype) if gradient is None else gradient
-
-
 def rebuild(y: Tensor, rstd: Tensor, weight: Tensor | None, offset: float | None, dtype: torch.dtype) -> Tensor:
-    x = library.like(y, dtype)
+    x = layouts.like(y, dtype)
     place = layout.rows(y, x)
     if place is None:
         y = y.contiguous()
@@ -59,13 +54,14 @@ class Gradients(NamedTuple):
 
     steps: tuple[tuple[Launch, tuple[str, ...]], ...]
     scratch: tuple[tuple[str, Maker], ...]
-    dx: Maker
-    dweight: Maker
+    dx: Maker | None
+    dweight: Maker | None
 
     def __call__(
         self, dy: Tensor, x: Tensor, dh: Tensor | None, rstd: Tensor, weight: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        dx, dweight = self.dx(x), self.dweight(x)
+    ) -> tuple[Tensor | None, Tensor | None]:
+        dx = None if self.dx is None else self.dx(x)
+        dweight = None if self.dweight is None else self.dweight(x)
         self.fill(dy, x, dh, dx, rstd, weight, dweight)
         return dx, dweight
 
@@ -103,7 +99,7 @@ def prepare(
 ) -> Gradients:
     """Fills dx and dweight, where there are any."""
     cols, target = x.shape[-1], launching.target(x.device)
-    leaves = reference.leaves(place.number)
+    leaves = fixed_sum.leaves(place.number)
     given = {"dy": dy, "x": x, "dh": dh, "dx": dx, "rstd": rstd, "weight": weight, "dweight": dweight}
     call = _Call(place, offset, leaves, {name: t for name, t in given.items() if t is not None})
     tile = configurations.backward(cols, target)
@@ -126,8 +122,8 @@ def prepare(
     return Gradients(
         tuple(steps),
         tuple(call.makers.items()),
-        layout.maker(or_empty(dx, x, x.dtype), x),
-        layout.maker(or_empty(dweight, x, dweight_dtype(weight)), x),
+        None if dx is None else layout.maker(dx, x),
+        None if dweight is None else layout.maker(dweight, x),
     )
 
 

@@ -31,7 +31,7 @@ def forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, spec: NormSpe
         if ROUNDINGS[spec.rounding] != "once":
             y = y.to(reference.result_dtype(x.dtype, weight, spec)).to(compute)
         y = y * act
-    return y.to(reference.y_dtype(x, gate, weight, spec))
+    return y.to(reference.y_dtype(x.dtype, gate, weight, spec))
 
 
 def add_forward(x: Tensor, residual: Tensor, weight: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor]:
@@ -79,8 +79,12 @@ def tangent(
     dx: Tensor | None,
     dgate: Tensor | None,
     dweight: Tensor | None,
+    x_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The derivative of `forward` in the direction of dx, dgate and dweight, None where they are zero."""
+    """The derivative of `forward` in the direction of dx, dgate and dweight, None where they are zero.
+
+    Of y of `add_forward` too, where x is h and `x_dtype` the dtype of its x.
+    """
     compute = compute_dtype(x)
     act, dact = torch.ones((), dtype=compute, device=x.device), None
     if gate is not None:
@@ -99,7 +103,7 @@ def tangent(
         y, dy = x_hat * scale, _sum(None if dx_hat is None else dx_hat * scale, from_weight)
     if gate is not None and not spec.gate_first:
         dy = _sum(None if dy is None else dy * act, None if dact is None else y * dact)
-    result = reference.y_dtype(x, gate, weight, spec)
+    result = reference.y_dtype(x_dtype or x.dtype, gate, weight, spec)
     return torch.zeros_like(x, dtype=result) if dy is None else dy.to(result)
 
 

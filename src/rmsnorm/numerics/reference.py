@@ -170,6 +170,6 @@ def result_dtype(x_dtype: torch.dtype, weight: Tensor | None, spec: NormSpec) ->
     return weight.dtype if rounding == "weight_dtype" else torch.promote_types(x_dtype, weight.dtype)
 
 
-def y_dtype(x: Tensor, gate: Tensor | None, weight: Tensor | None, spec: NormSpec) -> torch.dtype:
+def y_dtype(x_dtype: torch.dtype, gate: Tensor | None, weight: Tensor | None, spec: NormSpec) -> torch.dtype:
     """The dtype of `y`: the norm's own, but x's where the gate comes last."""
-    return x.dtype if gate is not None and not spec.gate_first else result_dtype(x.dtype, weight, spec)
+    return x_dtype if gate is not None and not spec.gate_first else result_dtype(x_dtype, weight, spec)

@@ -96,7 +96,7 @@ def gated_backward(
 def _y(x: Tensor, gate: Tensor | None, weight: Tensor | None, spec: NormSpec) -> Tensor:
     if any(t is not None and t.is_meta for t in (x, gate, weight)):
         check(x, weight, spec, gate=gate)
-    return like(x, reference.y_dtype(x, gate, weight, spec))
+    return like(x, reference.y_dtype(x.dtype, gate, weight, spec))
 
 
 def _sum_and_y(x: Tensor, residual: Tensor, weight: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor, Tensor]:

@@ -97,6 +97,7 @@ class Operators:
             torch.library.register_fake(f"rmsnorm::{name}", getattr(fakes, name), lib=_library)
             if not op._schema.is_mutable:
                 torch.library.register_vmap(f"rmsnorm::{name}", vmap.rule(op), lib=_library)
+                _library.impl(name, vmap.older_rule(op), "Batched")
         if gpu.missing() is None:
             gpu.register(_library, "operators")
             gpu.register(_library, "gated_operators")

@@ -7,10 +7,18 @@ samples have one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# The older vmap, of `is_grads_batched` and `vectorize=True`; its name has no member in torch._C.DispatchKey.
+_BATCHED: Any = torch._C._parse_dispatch_key("Batched")
+
+
+def is_batched(t: Tensor | None) -> bool:
+    return t is not None and bool(torch._C._dispatch_keys(t).has(_BATCHED))
 
 
 def rule(op: torch._ops.OpOverload) -> Callable[..., tuple[Any, Any]]:
@@ -35,16 +43,41 @@ def rule(op: torch._ops.OpOverload) -> Callable[..., tuple[Any, Any]]:
             ]
             if isinstance(samples[0], Tensor):
                 return torch.stack(samples)[:size], 0
-            stacked = [
-                None if parts[0] is None else torch.stack(parts)[:size] for parts in zip(*samples, strict=True)
-            ]
-            return tuple(stacked), tuple(None if s is None else 0 for s in stacked)
+            columns = list(zip(*samples, strict=True))
+            results = tuple(None if parts[0] is None else torch.stack(parts)[:size] for parts in columns)
+            return results, tuple(None if part is None else 0 for part in results)
         for name, value in given.items():
             if isinstance(value, Tensor) and name != "weight" and dims[name] is None:
                 given[name] = value.expand(size, *value.shape)
         result = op(*given.values())
         if isinstance(result, Tensor):
             return result, 0
+        # What nobody needs of `backward` is None and has no samples.
         return result, tuple(None if part is None else 0 for part in result)
+
+    return batched
+
+
+def older_rule(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """The same rule for the older vmap, whose own fallback takes no operator with optional results."""
+    functorch_rule = rule(op)
+
+    def batched(*args: Any) -> Any:
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+        in_dims = [0 if isinstance(a, Tensor) and is_batched(a) else None for a in args]
+        # A tensor that only an outer vmap has batched comes back with one sample.
+        inner = [
+            a if dim is None else torch._remove_batch_dim(a, level, 1, 0) for a, dim in zip(args, in_dims, strict=True)
+        ]
+        samples = [a.shape[0] for a, dim in zip(inner, in_dims, strict=True) if dim is not None]
+        size = next((n for n in samples if n != 1), 1)
+        inner = [a if dim is None else a.expand(size, *a.shape[1:]) for a, dim in zip(inner, in_dims, strict=True)]
+        results, out_dims = functorch_rule(SimpleNamespace(batch_size=size), in_dims, *inner)
+        if isinstance(results, Tensor):
+            return torch._add_batch_dim(results, 0, level)
+        return tuple(
+            r if dim is None else torch._add_batch_dim(r, dim, level) for r, dim in zip(results, out_dims, strict=True)
+        )
 
     return batched
