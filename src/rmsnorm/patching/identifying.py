@@ -53,7 +53,7 @@ def examine(module: nn.Module) -> Convention:
     for name, t in specimen.tensors.items():
         if t.numel() > LARGEST_MATRIX and sum(size > 1 for size in t.shape) > 1:
             raise NotRMSNorm(f"its {name} is a matrix")
-    with undisturbed():
+    with undisturbed(), specimen.observed():
         return prove(specimen, find_form(specimen))
 
 

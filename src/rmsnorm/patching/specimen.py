@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import io
+import random
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+from rmsnorm.patching.state import Snapshot, holds_iterator
 
 COMPUTED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -47,6 +52,10 @@ def unfit(module: nn.Module) -> NotRMSNorm | None:
             return NotRMSNorm(f"its {name} is {str(t.dtype).removeprefix('torch.')}: nothing is proved in that")
     if any(True for child in module.children() for _ in (*child.parameters(), *child.buffers())):
         return NotRMSNorm("it has submodules with parameters of their own")
+    if hooked := next((name for name, child in module.named_modules() if name and _has_hooks(child)), None):
+        return NotRMSNorm(f"a hook of its {hooked} would fire no more", True)
+    if iterator := holds_iterator(module):
+        return NotRMSNorm(f"its {iterator} is used up by reading it")
     return None
 
 
@@ -81,7 +90,9 @@ class Specimen:
     def input_names(cls: type[nn.Module]) -> list[str]:
         """The parameters of forward that a caller fills by position; a gate is the second."""
         parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
-        return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
+        more = [f"*{p.name}" for p in parameters if p.kind == p.VAR_POSITIONAL]
+        return names + (more * 2)[: 2 - len(names)] if more and len(names) < 2 else names
 
     def has(self, name: str) -> bool:
         """Whether the module has an attribute of that name."""
@@ -95,23 +106,52 @@ class Specimen:
         """The numbers among its attributes: one of them is likely its eps."""
         return {name: float(value) for name, value in vars(self._module).items() if type(value) in (int, float)}
 
+    def sizes(self) -> list[int]:
+        """The whole numbers among its attributes: one of them is likely its width."""
+        values = [value[-1] if isinstance(value, (tuple, list)) and value else value for value in self._values()]
+        return list(dict.fromkeys(value for value in values if type(value) is int))
+
+    def _values(self) -> Iterator[Any]:
+        yield from vars(self._module).values()
+        for cls in self._class.__mro__[: self._class.__mro__.index(nn.Module)]:
+            yield from vars(cls).values()
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """Inside, runs may write to what the module refers to: afterwards it is as it was, and the writing a reason.
+
+        Raises:
+            NotRMSNorm: something was written, said, or drawn at random.
+        """
+        snapshot, said = Snapshot(self._module, self._class), io.StringIO()
+        state = _random_state()
+        changed: str | None = None
+        try:
+            with redirect_stdout(said):
+                yield
+            if _random_state() != state:
+                raise NotRMSNorm("it draws random numbers", True)
+        finally:
+            changed = snapshot.restore()
+        if changed is not None:
+            raise NotRMSNorm(f"it changes its {changed} as it runs", True)
+        if said.getvalue():
+            raise NotRMSNorm("it prints as it runs", True)
+
     def run(
         self, *inputs: Tensor, tensors: Mapping[str, Tensor] | None = None, training: bool = False, grad: bool = False
     ) -> Tensor:
         """The module's result, with `tensors` for some of its own and the others in the first input's dtype."""
-        devices = [self.device] if self.device.type == "cuda" else []
         # Copies, because it may write to them.
         values = {name: t.detach().to(inputs[0].dtype, copy=True) for name, t in self.tensors.items()}
         values |= {name: t.detach().clone() for name, t in self.constants.items() if name not in values}
-        clone = _clone(self._module, self._class, {**values, **(tensors or {})}, training)
-        before, written = dict(vars(clone)), _versions(clone)
+        values |= tensors or {}
+        clone = _clone(self._module, self._class, values, training)
+        before, written = _variables(clone), _versions(clone)
+        given = [*inputs, *values.values()]
+        pristine = [t.detach().clone() for t in given]
         versions = [t._version for t in inputs]
-        with (
-            torch.random.fork_rng(devices),
-            torch.set_grad_enabled(grad),
-            torch.autocast(self.device.type, enabled=False),
-            warnings.catch_warnings(),
-        ):
+        with torch.set_grad_enabled(grad), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 y = self._class.forward(clone, *inputs)
@@ -123,41 +163,93 @@ class Specimen:
             raise NotRMSNorm(f"it returns {type(y).__name__}, not a tensor")
         if y.shape != inputs[0].shape or not y.is_floating_point():
             raise NotRMSNorm("its result has another shape or kind than its input")
-        if versions != [t._version for t in inputs]:
-            raise NotRMSNorm("it writes to its input", True)
-        changed = [name for name, value in vars(clone).items() if before.get(name) is not value]
+        changed = [name for name, value in _variables(clone).items() if before.get(name) is not value]
         changed += [name for name, at in _versions(clone).items() if written.get(name) != at]
         if changed:
             raise NotRMSNorm(f"it changes its {changed[0]} as it runs", True)
+        if versions != [t._version for t in inputs]:
+            raise NotRMSNorm("it writes to its input", True)
+        # A write through `.data` is counted nowhere.
+        for name, now, was in zip([*("input" for _ in inputs), *values], given, pristine, strict=True):
+            if not _equal(now.detach(), was):
+                raise NotRMSNorm(f"it writes to its {name}", True)
         return y
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if torch.equal(a, b):
+        return True
+    return a.shape == b.shape and a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _variables(module: nn.Module) -> dict[str, Any]:
+    """What it and its children have for attributes."""
+    own = dict(object.__getattribute__(module, "__dict__"))
+    for name, child in own["_modules"].items():
+        if child is not None:
+            own |= {f"{name}.{key}": value for key, value in _variables(child).items()}
+    return own
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
     """Which tensors a module has, and how often each was written to."""
-    own = {**vars(module), **module._parameters, **module._buffers}
+    variables = object.__getattribute__(module, "__dict__")
+    own = {**variables, **variables["_parameters"], **variables["_buffers"]}
     return {name: (id(t), t._version) for name, t in own.items() if isinstance(t, Tensor)}
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(hooks for name, hooks in vars(module).items() if name in _HOOKS_OF_CALLS)
+
+
+_HOOKS_OF_CALLS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _random_state() -> tuple[Any, ...]:
+    """Of torch's, Python's and numpy's generators: what draws from them moves what the next one draws."""
+    of_numpy = repr(numpy.random.get_state()) if (numpy := sys.modules.get("numpy")) is not None else None
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    of_torch = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+    return tuple(bytes(t.tolist()) for t in of_torch), random.getstate(), of_numpy
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Inside, new tensors are what a probe expects them to be, whatever the caller has set."""
-    dtype = torch.get_default_dtype()
+    """Inside, new tensors are what a probe expects them to be, whatever the caller has set; nothing random moves."""
+    dtype, python, numpy = torch.get_default_dtype(), random.getstate(), sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     torch.set_default_dtype(torch.float32)
     try:
         # Every call of torch pays for a device that is set, so it is only where it must be.
         cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-        with torch.inference_mode(False), cpu:
+        with torch.inference_mode(False), cpu, torch.random.fork_rng(devices), _without_autocast():
             yield
     finally:
         torch.set_default_dtype(dtype)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)
 
 
 def _clone(module: nn.Module, cls: type[nn.Module], tensors: Mapping[str, Tensor], training: bool) -> nn.Module:
     clone = object.__new__(cls)  # some classes, FSDP's for one, build a whole module in their own
     state: dict[str, Any] = {}
     for name, value in vars(module).items():
-        if isinstance(value, (dict, list, set)):
-            value = OrderedDict() if name.endswith(("_hooks", "_hooks_with_kwargs")) else value.copy()
+        if name.endswith(("_hooks", "_hooks_with_kwargs")) and isinstance(value, dict):
+            value = OrderedDict()
         state[name] = tensors.get(name, value)
     for kind in ("_parameters", "_buffers"):
         state[kind] = {name: tensors.get(name, t) for name, t in state[kind].items()}
@@ -166,5 +258,5 @@ def _clone(module: nn.Module, cls: type[nn.Module], tensors: Mapping[str, Tensor
         for name, child in module._modules.items()
     }
     state["training"] = training
-    clone.__dict__.update(state)
+    object.__getattribute__(clone, "__dict__").update(state)
     return clone
