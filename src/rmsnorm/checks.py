@@ -1,5 +1,7 @@
-"""What tensors the public functions accept. Every refusal is a ValueError or TypeError that names what came and what
-may; options are checked by spec.py."""
+"""What tensors the public functions accept; options are checked by spec.py.
+
+Every refusal is a ValueError or TypeError that names what came and what may.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,7 @@ def check_out(out: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dtype)
     if torch.compiler.is_compiling():
         return  # traced tensors have no address, and compiled code writes out last
     if out.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError("out must be no inference tensor outside torch.inference_mode(), which alone may write to it")
+        raise RuntimeError("out is an inference tensor, which can be written only inside torch.inference_mode()")
     if _overlaps_itself(out):
         raise ValueError(f"out must not overlap itself, got strides {out.stride()} for shape {tuple(out.shape)}")
     if not _same_elements(out, x) and _overlap(out, x):

@@ -1,11 +1,11 @@
-"""Which way a checked call goes. One table, in `normalize`:
+"""Which way a checked call goes; one table.
 
-    DTensor                                        -> each rank's part, or the row's pieces (rmsnorm.distributed)
-    jagged                                         -> its values, one dense tensor, rewrapped
-    exporters, unknown subclasses and transforms   -> the decomposition, in operations they know
-    functorch, forward mode                        -> FunctorchNorm
-    a gradient is wanted                           -> Norm
-    else                                           -> the operators
+DTensor                                        -> each rank's part, or the row's pieces (rmsnorm.distributed)
+jagged                                         -> its values, one dense tensor, rewrapped
+exporters, unknown subclasses and transforms   -> the decomposition, in operations they know
+functorch, forward mode                        -> FunctorchNorm
+a gradient is wanted                           -> Norm
+else                                           -> the operators
 """
 
 from __future__ import annotations
@@ -94,9 +94,7 @@ def _on_kernels(
     return doors.forward(x, gate, weight, spec), None
 
 
-def _normalize_jagged(
-    x: Any, residual: Any, gate: Any, weight: Tensor | None, spec: NormSpec
-) -> Result:
+def _normalize_jagged(x: Any, residual: Any, gate: Any, weight: Tensor | None, spec: NormSpec) -> Result:
     """The rows of a jagged tensor lie in one dense tensor, which is normalised as any other."""
     residual, gate = (t if t is None else t.values() for t in (residual, gate))
     y, h = normalize(x.values(), residual, gate, weight, spec)
@@ -109,7 +107,9 @@ def _normalize_jagged(
 
 def differentiating() -> bool:
     """Whether a transform of functorch is in force, or forward-mode differentiation, for which `out` is not."""
-    return forward_ad._current_level >= 0 or any(key != _TRANSFORMS.Functionalize for key in _transforms())
+    if forward_ad._current_level >= 0:
+        return True
+    return _functorch_active() and any(key != _TRANSFORMS.Functionalize for key in _transforms())
 
 
 def _transforms() -> list[Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
 from rmsnorm import checked, checks
-from rmsnorm.ops import autograd
+from rmsnorm.ops import autograd, doors
 from rmsnorm.ops.library import operators
 from rmsnorm.spec import ACTIVATIONS, ROUNDINGS, NormSpec
 
@@ -91,31 +91,35 @@ def rms_norm(
         )
         and x.dtype is not _FLOAT64
         and normalized_shape is None
-        and group_size is None
         and type(weight_offset) is float
         and type(rounding) is str
         and rounding in _ROUNDINGS
+        and (group_size is None or (type(group_size) is int and group_size > 0))
         and not _functorch_active()
         and _forward_mode._current_level < 0
         and not _compiling()
         and (out is None or _can_write(out, x, weight))
     ):
         try:
-            if out is not None:
-                _direct.forward_out(x, weight, eps, out, weight_offset, _ROUNDINGS[rounding])
-                _count_change((out,))
-                return out
-            if _grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
-                spec = _new(NormSpec, (eps, weight_offset, _ROUNDINGS[rounding], 0, 0, False, False, 1.0))
-                return _train(x, None, None, weight, spec, False)  # type: ignore[no-any-return]
-            forward = _on_gpu.forward if _has_gpu and x.is_cuda else _forward
-            if weight_offset == 0.0 and rounding == "once":
-                return forward(x, weight, eps)  # type: ignore[no-any-return]
-            return forward(x, weight, eps, weight_offset, _ROUNDINGS[rounding])  # type: ignore[no-any-return]
+            if out is None and _grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
+                fields = eps, weight_offset, _ROUNDINGS[rounding], group_size or 0, 0, False, False, 1.0
+                return _train(x, None, None, weight, _new(NormSpec, fields), False)  # type: ignore[no-any-return]
+            if group_size is None and out is None:
+                forward = _on_gpu.forward if _has_gpu and x.is_cuda else _forward
+                if weight_offset == 0.0 and rounding == "once":
+                    return forward(x, weight, eps)  # type: ignore[no-any-return]
+                return forward(x, weight, eps, weight_offset, _ROUNDINGS[rounding])  # type: ignore[no-any-return]
+            spec = NormSpec(eps, weight_offset, _ROUNDINGS[rounding], group_size or 0)
+            if out is None:
+                return doors.forward(x, None, weight, spec)
+            doors.forward_out(x, None, weight, out, spec)
+            _count_change((out,))
+            return out
         except RuntimeError as error:
             refusal = error
-        checked.explain(refusal, (x, None, None, weight, out), eps, weight_offset=weight_offset, rounding=rounding)
-    options: Any = {"weight_offset": weight_offset, "rounding": rounding, "group_size": group_size}
+        options: Any = {"weight_offset": weight_offset, "rounding": rounding, "group_size": group_size}
+        checked.explain(refusal, (x, None, None, weight, out), eps, **options)
+    options = {"weight_offset": weight_offset, "rounding": rounding, "group_size": group_size}
     if checked.is_proxy(x):
         options |= {"normalized_shape": normalized_shape, "out": out}
         return handle_torch_function(rms_norm, (x,), x, weight, eps, **options)
@@ -193,7 +197,7 @@ def add_rms_norm(
         options |= {"normalized_shape": normalized_shape}
         return handle_torch_function(add_rms_norm, (x,), x, residual, weight, eps, **options)  # type: ignore[no-any-return]
     spec = checked.spec_of(x, eps, **options)
-    checks.check_residual(residual, x)  # None too, which would be no residual below
+    checks.check_residual(residual, x)  # also None, which is no residual below
     y, h = checked.normalize(x, residual, None, weight, spec, normalized_shape)
     assert h is not None  # noqa: S101 - for the type checker: a residual was given
     return y, h
@@ -300,10 +304,11 @@ def _can_write(out: Any, x: Tensor, weight: Tensor | None) -> bool:
     """Whether the operator may write out, without a check but its own."""
     return (
         type(out) is Tensor
+        and out.layout is torch.strided
         and out.is_contiguous()
         and x.is_contiguous()
         and (weight is None or weight.is_contiguous())
         and out.device == x.device
         and not (out.is_neg() or out.is_inference())
-        and not (_grad_enabled() and (out.requires_grad or x.requires_grad or (weight is not None and weight.requires_grad)))
+        and not (_grad_enabled() and any(t is not None and t.requires_grad for t in (out, x, weight)))
     )

@@ -83,8 +83,8 @@ class Norm(nn.Module):
         It holds the module's own parameter, and takes over its training mode.
 
         Raises:
-            ValueError: the module is not recognised, and why; it has a gate and this class none, or the other way round;
-                or it does not say its width.
+            ValueError: the module is not recognised, and why; it has a gate and this class none, or the other way
+                round; or it does not say its width.
         """
         from rmsnorm.patching import convert
 

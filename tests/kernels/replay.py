@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from rmsnorm.numerics import reference
+from rmsnorm.spec import ROUNDINGS
+from tests.support import reference
 from tests.support.bits import difference
 
 ROOT = Path(__file__).parents[2]
@@ -101,12 +102,12 @@ def differences(program, isa, cases, encoded, directory):
 def encode(case):
     if case.op in ("normalize", "add"):
         x, *residual, weight, eps, offset, rounding = case.arguments
-        y_type = reference.result_dtype(x, weight, reference.ROUNDINGS[rounding])
+        y_type = reference.result_dtype(x, weight, ROUNDINGS[rounding])
         head = struct.pack("<qddqq", 0, eps, offset, _CODES[y_type], _CODES[x_hat_type(x, weight, rounding)])
         return head + array(x) + array(residual[0] if residual else None) + array(weight)
     if case.op == "gated":
         x, gate, weight, eps, offset, rounding, group_size, activation, gate_first = case.arguments
-        normed_type = reference.result_dtype(x, weight, reference.ROUNDINGS[rounding]) if rounding else torch.float32
+        normed_type = reference.result_dtype(x, weight, ROUNDINGS[rounding]) if rounding else torch.float32
         types = (case.expected[0].dtype, x_hat_type(x, weight, rounding), normed_type)
         head = struct.pack("<qdd6q", 2, eps, offset, *map(_CODES.get, types), group_size, activation, gate_first)
         return head + b"".join(map(array, (x, gate, weight)))
@@ -124,7 +125,7 @@ def encode(case):
 
 def x_hat_type(x, weight, rounding):
     """The type that x_hat is rounded to: the kernels' x_hat_dtype."""
-    name = reference.ROUNDINGS[rounding]
+    name = ROUNDINGS[rounding]
     if name == "before_scale":
         return x.dtype
     return weight.dtype if name == "weight_dtype" and weight is not None else torch.float32

@@ -1,8 +1,8 @@
 """The norm as its textbook formula, in ordinary differentiable PyTorch operations.
 
-Derivatives of higher order and in forward mode, exporters and tensor subclasses need operations they know. These follow
-the roundings of the kernels, and differ from them by the order of the sums alone. They have the kernels' range: a row is
-scaled by a power of two, on which the result does not depend, and which no derivative needs to know of.
+Derivatives of higher order and in forward mode, exporters and tensor subclasses need operations they know. They
+follow the roundings of the kernels, and differ from them by the order of the sums alone. They have the kernels' range:
+a row is scaled by a power of two, on which the result does not depend, and which no derivative needs to know of.
 """
 
 from __future__ import annotations
@@ -129,20 +129,20 @@ def _normalize(u: Tensor, x_dtype: torch.dtype, weight: Tensor | None, spec: Nor
 
 
 def _x_hat(u: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:
-    """u / rms(u), in u's shape, and 1 / rms(u) of each group, (..., groups, 1)."""
+    """u / rms(u), in u's shape, and 1 / rms(u) of each row, or of each group, which `reference.groups` has."""
     if exporting():  # the formula as it is read
         grouped = reference.groups(u, spec)
         rms = torch.sqrt(grouped.square().mean(-1, keepdim=True) + spec.eps)
-        return (grouped / rms).flatten(-2), 1.0 / rms
+        return reference.ungrouped(grouped / rms, spec), 1.0 / rms
     grouped = reference.groups(u, spec)
     scale = _scale(grouped, spec.eps)
     scaled = grouped * scale
     rms = torch.sqrt(scaled.square().mean(-1, keepdim=True) + spec.eps * scale * scale)
-    return (scaled / rms).flatten(-2), scale / rms
+    return reference.ungrouped(scaled / rms, spec), scale / rms
 
 
 def _scale(u: Tensor, eps: float) -> Tensor:
-    """A power of two for each row, or nearly one, that brings what is squared near 1; a constant to every derivative."""
+    """A power of two for each row, or nearly one, that brings it near 1; a constant to every derivative."""
     largest = u.detach().abs().amax(-1, keepdim=True)
     limit = 100.0 if u.dtype == torch.float32 else 500.0
     floor = max(math.sqrt(abs(eps)), 2.0**-limit)
@@ -152,7 +152,7 @@ def _scale(u: Tensor, eps: float) -> Tensor:
 def _project(v: Tensor, x_hat: Tensor, rstd: Tensor, spec: NormSpec) -> Tensor:
     """The derivative of u / rms(u), which is symmetric, applied to v: rstd * (v - x_hat * mean(v * x_hat))."""
     v, x_hat = reference.groups(v, spec), reference.groups(x_hat, spec)
-    return (rstd * (v - x_hat * (v * x_hat).mean(-1, keepdim=True))).flatten(-2)
+    return reference.ungrouped(rstd * (v - x_hat * (v * x_hat).mean(-1, keepdim=True)), spec)
 
 
 def _activate(z: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:

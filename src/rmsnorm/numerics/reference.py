@@ -33,7 +33,7 @@ def forward(
     """
     if gate is None:
         return _normalize(x, x.dtype, weight, spec, rows)
-    act, _ = activate(gate, spec, compute_dtype(x))
+    act, _ = activate(gate, spec.activation, compute_dtype(x))
     if spec.gate_first:
         return _normalize(x.to(act.dtype) * act, x.dtype, weight, spec, rows)
     y, rstd = _normalize(x, x.dtype, weight, spec, rows, rounded=ROUNDINGS[spec.rounding] != "once")
@@ -60,11 +60,11 @@ def _normalize(
 ) -> tuple[Tensor, Tensor]:
     """The norm of u, which may be wider than x; `rounded`: to its result's dtype."""
     rstd = inverse_rms(groups(u, spec), spec.eps, rows)
-    x_hat = (groups(u, spec).to(rstd.dtype) * rstd).flatten(-2)
+    x_hat = ungrouped(groups(u, spec).to(rstd.dtype) * rstd, spec)
     y = round_x_hat(x_hat, x_dtype, weight, spec)
     if weight is not None:
         y = y * gain(weight, spec.weight_offset, rstd.dtype)
-    return y.to(result_dtype(x_dtype, weight, spec)) if rounded else y, rstd.squeeze(-1)
+    return y.to(result_dtype(x_dtype, weight, spec)) if rounded else y, rstd.squeeze(-1) if spec.group_size else rstd
 
 
 def backward(
@@ -113,10 +113,10 @@ def input_gradients(
     wide, g = x.to(compute), dy.to(compute)
     act = slope = dgate = None
     if gate is not None:
-        act, slope = activate(gate, spec, compute)
+        act, slope = activate(gate, spec.activation, compute)
     u = wide if act is None or not spec.gate_first else wide * act
-    rstd = rstd.unsqueeze(-1)
-    x_hat = (groups(u, spec) * rstd).flatten(-2)
+    rstd = rstd.unsqueeze(-1) if spec.group_size else rstd
+    x_hat = ungrouped(groups(u, spec) * rstd, spec)
     scale = None if weight is None else gain(weight, spec.weight_offset, compute)
     if act is not None and slope is not None and not spec.gate_first:
         dgate = (g * (x_hat if scale is None else x_hat * scale)) * slope
@@ -124,7 +124,7 @@ def input_gradients(
     v = groups(g if scale is None else g * scale, spec)
     u = groups(u, spec)
     k = (rstd.double() * row_dot(v, u, rows) * (1.0 / rows.length(u))).to(compute)
-    dx = (rstd * (v - groups(x_hat, spec) * k)).flatten(-2)
+    dx = ungrouped(rstd * (v - groups(x_hat, spec) * k), spec)
     if act is not None and slope is not None and spec.gate_first:
         dx, dgate = dx * act, (dx * wide) * slope
     if dh is not None:
@@ -141,9 +141,14 @@ def rebuild(y: Tensor, rstd: Tensor, weight: Tensor | None, weight_offset: float
 
 
 def groups(t: Tensor, spec: NormSpec) -> Tensor:
-    """(..., d) as (..., groups, group_size)."""
-    size = spec.group_size or t.shape[-1]
-    return t.reshape(*t.shape[:-1], t.shape[-1] // size if size else 1, size)
+    """(..., d) as (..., groups, group_size), where there are groups."""
+    size = spec.group_size
+    return t.reshape(*t.shape[:-1], t.shape[-1] // size, size) if size else t
+
+
+def ungrouped(t: Tensor, spec: NormSpec) -> Tensor:
+    """What `groups` made, as it was."""
+    return t.reshape(*t.shape[:-2], t.shape[-2] * t.shape[-1]) if spec.group_size else t
 
 
 def gain(weight: Tensor, weight_offset: float, compute: torch.dtype) -> Tensor:

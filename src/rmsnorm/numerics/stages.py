@@ -37,14 +37,14 @@ def scale_branch(x: Tensor, spec: NormSpec) -> Tensor:
     return x if spec.alpha == 1.0 else (x.to(compute_dtype(x)) * spec.alpha).to(x.dtype)
 
 
-def activate(gate: Tensor, spec: NormSpec, compute: torch.dtype) -> tuple[Tensor, Tensor]:
+def activate(gate: Tensor, activation: int, compute: torch.dtype) -> tuple[Tensor, Tensor]:
     """act(gate) and its derivative, in the computation dtype.
 
     sigmoid' = s * (1 - s),    silu' = s * (1 + z * (1 - s))
     """
     z = gate.to(compute)
     s = sigmoid(z)
-    if ACTIVATIONS[spec.activation] == "sigmoid":
+    if ACTIVATIONS[activation] == "sigmoid":
         return s, s * (1.0 - s)
     return z * s, s * (1.0 + z * (1.0 - s))
 

@@ -1,11 +1,11 @@
-"""Training on the kernels: one `autograd.Function` for eager and compiled code, one for functorch, and the derivative
-of both.
+"""Training on the kernels: an `autograd.Function` for eager and compiled code, one for functorch, and their derivative.
 
 What is saved is x (or h, or y), the gate and one number per group of a row, and nothing else of the input's size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -44,16 +44,14 @@ class Norm(torch.autograd.Function):
         ctx.spec, ctx.rebuilt_dtype = spec, None
         if residual is not None:
             y, h, rstd = doors.add_forward(x, residual, weight, spec)
-            ctx.save_for_backward(h, None, weight if weight is None else _savable(weight), rstd)
+            ctx.save_for_backward(h, None, *_savable(weight), rstd)
             ctx.branch_dtype = x.dtype
             ctx.set_materialize_grads(False)
             return y, h
         y, rstd = doors.forward_train(x, gate, weight, spec)
         if memory_efficient and can_rebuild(weight, spec):
             ctx.rebuilt_dtype, x = x.dtype, y
-        if x.is_inference() or (weight is not None and weight.is_inference()) or gate is not None:
-            x, gate, weight = (t if t is None else _savable(t) for t in (x, gate, weight))
-        ctx.save_for_backward(x, gate, weight, rstd)
+        ctx.save_for_backward(*_savable(x, gate, weight), rstd)
         return y
 
     @staticmethod
@@ -78,9 +76,11 @@ def _of_branch(dh: Tensor | None, ctx: Any) -> Tensor | None:
     return scale_branch(dh if dh.dtype == dtype else dh.to(dtype), ctx.spec)
 
 
-def _savable(t: Tensor) -> Tensor:
-    """The tensor, or where autograd refuses to save it, an inference tensor outside inference mode, a copy."""
-    return t.clone() if t.is_inference() and not torch.is_inference_mode_enabled() else t
+def _savable(*tensors: Tensor | None) -> Sequence[Tensor | None]:
+    """The tensors, and copies of those that autograd refuses to save: inference tensors outside inference mode."""
+    if torch.compiler.is_compiling() or not any(t is not None and t.is_inference() for t in tensors):
+        return tensors
+    return [t.clone() if t is not None and t.is_inference() else t for t in tensors]
 
 
 def can_rebuild(weight: Tensor | None, spec: NormSpec) -> bool:
@@ -170,8 +170,7 @@ def _gradients(
 
 
 class Backward(torch.autograd.Function):
-    """The backward as a function of dy, dh, x, gate and weight. Its derivatives, of any order, are those of the
-    decomposition."""
+    """The backward as a function of dy, dh, x, gate and weight. Its derivatives are those of the decomposition."""
 
     generate_vmap_rule = True
 

@@ -42,9 +42,7 @@ def forward_out(x: Tensor, gate: Tensor | None, weight: Tensor | None, out: Tens
         ops.gated_forward_out(x, gate, weight, *spec[:6], out)
 
 
-def add_forward(
-    x: Tensor, residual: Tensor, weight: Tensor | None, spec: NormSpec
-) -> tuple[Tensor, Tensor, Tensor]:
+def add_forward(x: Tensor, residual: Tensor, weight: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor, Tensor]:
     """y, h and rstd."""
     ops = operators(x)
     if spec.plain_sum and residual.dtype == x.dtype:

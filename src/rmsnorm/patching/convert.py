@@ -8,7 +8,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-
 from rmsnorm.module import GatedRMSNorm, RMSNorm
 from rmsnorm.patching.convention import short
 from rmsnorm.patching.identifying import examine

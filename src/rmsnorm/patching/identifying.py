@@ -7,7 +7,6 @@ from collections.abc import Hashable
 import torch
 from torch import nn
 
-
 from rmsnorm.module import GatedRMSNorm, RMSNorm
 from rmsnorm.patching.convention import Convention
 from rmsnorm.patching.probes import LARGEST_MATRIX, find_form

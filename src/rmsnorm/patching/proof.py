@@ -15,10 +15,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from rmsnorm.numerics import reference
+from rmsnorm.numerics import fixed_sum
 from rmsnorm.patching.convention import Convention, Evidence, short
 from rmsnorm.patching.probes import SMALLEST_EPS
 from rmsnorm.patching.specimen import NotRMSNorm, Specimen
+from rmsnorm.spec import ROUNDINGS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Half units of the result's precision that a module may be off by and still be called an RMSNorm. Ten operations, each
@@ -62,7 +63,7 @@ def prove(specimen: Specimen, form: Convention) -> Convention:
             theirs.append(error)
     best: tuple[float, Convention] | None = None
     failure: NotRMSNorm | None = None
-    for rounding in reference.ROUNDINGS if form.weight is not None else reference.ROUNDINGS[:1]:
+    for rounding in ROUNDINGS if form.weight is not None else ROUNDINGS[:1]:
         candidate = replace(form, rounding=rounding)
         found = []
         for sample, result, (x, weight) in zip(samples, theirs, pairs, strict=True):
@@ -230,7 +231,7 @@ def _mean_error(y: Tensor, correct: Tensor, signed: bool = False) -> float:
 def units_apart(a: Tensor, b: Tensor, precision: torch.dtype) -> int:
     """The largest distance of two results in units in the last place of a precision."""
     size = torch.maximum(a.double().abs(), b.double().abs()).clamp_min(torch.finfo(a.dtype).smallest_normal)
-    unit = reference._power_of_two(reference._exponent(size) - 1) * torch.finfo(precision).eps
+    unit = fixed_sum.power_of_two(fixed_sum.exponent_of(size) - 1) * torch.finfo(precision).eps
     return math.ceil(float(((a.double() - b.double()).abs() / unit).max()))
 
 
