@@ -41,9 +41,9 @@ sanitize: $(VENV)/.package
 bench: $(VENV)/.package
 	$(BIN)/rmsnorm bench
 
-# The README's tables and picture, from benchmarks/results.
+# What is said of speed: docs/benchmarks.md, the README's table and the picture, from benchmarks/results.
 results: $(VENV)/.package
-	$(BIN)/python -m benchmarks.readme
+	$(BIN)/python -m benchmarks.report
 
 wheel: $(VENV)/.tools
 	$(PIP) wheel . --no-build-isolation --no-deps --wheel-dir dist

@@ -34,21 +34,22 @@ _INTRODUCTION = """\
 
 Made by `make families`; do not edit.
 
-In the model files of transformers {version}, {classes} classes have *norm* in their names. {norms} of them are
-RMSNorms: {plain} plain, {gated} gated, in {forms} forms. {others} are something else, and {composed} are layers built
-from a configuration.
+In the model files of transformers {version}, {classes} classes have *norm* in their names. {norms}
+of them are RMSNorms: {plain} plain, {gated} gated, in {forms} forms. {others} are something else,
+and {composed} are layers built from a configuration.
 
-The test builds each class with random weights, identifies it by running it (`rmsnorm.identify`), replaces it
-(`rmsnorm.patch`) and compares the two in float32, bfloat16 and float16.
+The test builds each class with random weights, identifies it by running it (`rmsnorm.identify`),
+replaces it (`rmsnorm.patch`) and compares the two in float32, bfloat16 and float16.
 
 | form | classes | for example | eps | arguments | bfloat16 | float16 |
 | --- | --- | --- | --- | --- | --- | --- |
 """
 _NOTATION = """
-- *arguments*: of `rmsnorm.RMSNorm`, or of `rmsnorm.GatedRMSNorm` where there is an `activation`. *eps*: the class's
-  default. Groups of 32 are what the test asked for.
-- *bfloat16*, *float16*: how module and replacement compare. *equal*: to the bit. *1 ulp*: at most one unit in the last
-  place apart. *nearer*: the module rounds more often, and the replacement is nearer to exact arithmetic.
+- *arguments*: of `rmsnorm.RMSNorm`, or of `rmsnorm.GatedRMSNorm` where there is an `activation`.
+  *eps*: the class's default. Groups of 32 are what the test asked for.
+- *bfloat16*, *float16*: how module and replacement compare. *equal*: to the bit. *1 ulp*: at most
+  one unit in the last place apart. *nearer*: the module rounds more often, and the replacement is
+  nearer to exact arithmetic.
 
 The formulas below use
 

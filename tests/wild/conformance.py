@@ -12,28 +12,31 @@ import torch
 from rmsnorm.conformance import CHECKS, named
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
-MARKS = {"pass": "✓", "fail": "✗", "not promised": "○", "not applicable": "-", "not run": "?"}
+MARKS = {"pass": "✓", "fail": "✗", "not promised": "○", "refused": "○", "not applicable": "-", "not run": "?"}
 _INTRODUCTION = """\
 # RMSNorm under examination
 
 Made by `make conformance`; do not edit.
 
-`rmsnorm check IMPLEMENTATION` takes anybody's RMSNorm through the questions below: `rmsnorm check torch`, `rmsnorm
-check mymodel.layers:RMSNorm`, `rmsnorm check norm.py:rms_norm`. It tells on the terminal, with `--json`, and with
-`--html FILE` as a page. Exit codes: 0 all scored checks passed, 1 something was found, 2 nothing to check, 130
+`rmsnorm check IMPLEMENTATION` takes anybody's RMSNorm through the questions below:
+`rmsnorm check torch`, `rmsnorm check mymodel.layers:RMSNorm`, `rmsnorm check norm.py:rms_norm`. It
+tells on the terminal, with `--json`, and with `--html FILE` as a page. Exit codes: 0 all scored
+checks passed, 1 something was found, 2 nothing was checked or all of it was refused, 130
 interrupted.
 
 ## What is right
 
-First the *form* is found, by running it: the offset that is added to the weight, eps and where it stands, where
-16-bit values are rounded. Everything else is judged by that very form: an implementation with eps outside the root
-fails `eps`, and its accuracy is still measured against the formula that it computes.
+First the *form* is found, by running it: the offset that is added to the weight, eps and where it
+stands, where 16-bit values are rounded. Everything else is judged by that very form: an
+implementation with eps outside the root fails `eps`, and its accuracy is still measured against the
+formula that it computes.
 
-Errors are in *units in the last place* (ulp) of the result, against exact arithmetic: float64 for float32 and 16-bit
-inputs, where its own error is below 2^-22 ulp, and rational numbers for float64. The rows are fixed: normally
-distributed, large, small, as small as eps, all positive, one outlier, eight binades, heavy tails, sparse, of one
-magnitude, powers of two, and just below powers of two; 64, 1024 and 4096 wide. An error passes if it is at most what
-the convention has to round, and one unit more:
+Errors are in *units in the last place* (ulp) of the result, against exact arithmetic: float64 for
+float32 and 16-bit inputs, where its own error is below 2^-22 ulp, and rational numbers for float64.
+The rows are fixed: normally distributed, large, small, as small as eps, all positive, one outlier,
+eight binades, heavy tails, sparse, of one magnitude, powers of two, and just below powers of two;
+64, 1024 and 4096 wide. An error passes if it is at most what the convention has to round, and one
+unit more:
 
 | | float32, float64 | bfloat16, float16 |
 | --- | --- | --- |
@@ -44,15 +47,23 @@ the convention has to round, and one unit more:
 | the gain, with an offset | 1 | |
 | one more | 1 | 1 |
 
-An error that is common to all elements of a row is below one unit and still moves a model: `row-factor` finds it by
-regression, where independent roundings average out. Its limit is six standard deviations of those.
+An error that is common to all elements of a row is below one unit and still moves a model:
+`row-factor` finds it by regression, where independent roundings average out. Its limit is six
+standard deviations of those.
 
-Gradients are in *roundings*, half a unit, of the terms that they are made of: dx in 16 bits may have four (after u =
-dy gain, x_hat, their difference, the result), in float32 sixteen; dweight has four of each term, and those of a
-float32 sum in any order.
+Gradients are in *roundings*, half a unit, of the terms that they are made of: dx in 16 bits may
+have four (after u = dy gain, x_hat, their difference, the result), in float32 sixteen; dweight has
+four of each term, and those of a float32 sum in any order.
 
-*Fair*: what is refused with an exception is not scored, except that an input of no rows and a backward must not
-raise. What only some libraries promise is an extra: it is shown, and scored where it is promised, or with `--strict`.
+Calls leave nothing behind: sequences of them, in other sizes and dtypes, with weights that changed,
+with backwards in other orders and from several threads, must have the answers that each has alone,
+and results must be their own memory.
+
+*Fair*: what is refused is not scored, and the score names it. A refusal is a clear error about the
+argument, its dtype, shape, layout or device; any other exception is a fault, and so is any for an
+input of no rows or in a backward. Checks run in a process of their own, so that a crash is a finding
+too. What only some libraries promise is an extra: it is shown, and scored where it is promised, or
+with `--strict`.
 
 """
 
@@ -116,7 +127,7 @@ def document(reports, missing):
     lines += told or ["Nothing."]
     lines += ["", "## What is refused", ""]
     for name, report in reports.items():
-        refused = [r for r in report["results"] if r["verdict"] == "not promised" and "refuse" in r["measured"]]
+        refused = [r for r in report["results"] if r["verdict"] == "refused"]
         if refused:
             lines.append(f"- `{name}`: " + "; ".join(f"{r['name']} ({_brief(r['measured'])})" for r in refused) + ".")
     if missing:

@@ -4,6 +4,7 @@ A subcommand is a module with a docstring, `add_arguments(parser)` and `run(argu
 """
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -28,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     As argparse does, `--help` and arguments that make no sense end in SystemExit, with 0 and 2.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal's encoding lacks stands as its escape
+            stream.reconfigure(errors="backslashreplace")
     try:
         try:
             return _run(argv)
@@ -53,6 +57,9 @@ def _run(argv: Sequence[str] | None) -> int:
         return int(arguments.run(arguments))
     except CannotRun as error:
         print(f"rmsnorm {arguments.command}: {printable(str(error), 1000)}", file=sys.stderr)
+        return 2
+    except MemoryError:
+        print(f"rmsnorm {arguments.command}: there is not enough memory for that", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"\nrmsnorm {arguments.command}: interrupted", file=sys.stderr)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rmsnorm.conformance.implementation import CannotCheck, Implementation, Refused, checked
+from rmsnorm.conformance.implementation import CannotCheck, Implementation, Raised, checked
 
 # What other people call them.
 WEIGHTS = ("weight", "w", "gamma", "g", "scale", "gain", "norm_weight", "W")
@@ -80,7 +80,7 @@ def _best(candidates: Iterator[Implementation], tried: list[str]) -> Implementat
             got = implementation.norm(
                 weight if implementation.has_weight else None, 1e-5 if implementation.takes_eps else None
             )(x.clone())
-        except Refused as error:
+        except Raised as error:
             tried.append(f"{implementation.calls}: {error}")
             continue
         gains = (weight, weight + 1) if implementation.has_weight else (torch.ones(_WIDTH),)
@@ -227,7 +227,7 @@ def _instance(module: nn.Module, name: str) -> Implementation:
     )
     try:
         checked(implementation.norm(None if width is None else torch.ones(width)).call, torch.ones(2, width or _WIDTH))
-    except Refused as error:
+    except Raised as error:
         raise CannotCheck(
             f"{name} could not be called as an RMSNorm; tried\n  {implementation.calls}: {error}"
         ) from None

@@ -13,10 +13,11 @@ from rmsnorm.conformance import exact
 from rmsnorm.conformance.form import EPS, WIDTH, Form
 from rmsnorm.conformance.implementation import (
     BackwardRaised,
+    Crashed,
     Implementation,
     NoGradient,
     Norm,
-    Refused,
+    Raised,
     as_result,
     described,
 )
@@ -134,9 +135,14 @@ class CheckContext:
 
         Raises:
             NoGradient: none comes to x.
-            BackwardRaised, Refused: it raised, backward or forward.
+            BackwardRaised, Refused, Crashed: it raised, backward or forward.
         """
-        norm = self.norm(weight, x.shape[-1])
+        return self.gradients_of(self.norm(weight, x.shape[-1]), x, dy)
+
+    def gradients_of(self, norm: Norm, x: Tensor, dy: Tensor) -> Gradients:
+        """As `gradients`, of a norm that is there, and has maybe been called before."""
+        if norm.weight is not None:
+            norm.weight.grad = None
         leaf = x.to(self.device, copy=True).requires_grad_()
         y = norm(leaf)
         if not y.requires_grad:
@@ -150,11 +156,12 @@ class CheckContext:
         dweight = None if norm.weight is None or norm.weight.grad is None else norm.weight.grad.cpu().flatten()
         return Gradients(y.detach().cpu(), leaf.grad.cpu(), dweight)
 
-    def exact_gradients(self, x: Tensor, weight: Tensor | None, dy: Tensor) -> Gradients:
+    def exact_gradients(self, x: Tensor, weight: Tensor | None, dy: Tensor, eps: float | None = None) -> Gradients:
         """What they ought to be, by float64 autograd of the same form."""
+        used = self.eps if eps is None or not self.takes_eps else eps
         wide = x.double().requires_grad_()
         leaf = None if weight is None else weight.double().requires_grad_()
-        y = exact.normalized(wide, self.form.gain(leaf), self.eps, self.form.place)
+        y = exact.normalized(wide, self.form.gain(leaf), used, self.form.place)
         y.backward(dy.double())
         assert wide.grad is not None  # noqa: S101 - it is a leaf
         return Gradients(y.detach(), wide.grad, None if leaf is None else leaf.grad)
@@ -166,17 +173,33 @@ class CheckContext:
         for dtype in (torch.float32, torch.bfloat16):
             try:
                 self.run(self.rows(4, self.width, dtype), self.weight(self.width, dtype))
-            except Refused:
+            except Raised:
                 continue
             taken.append(dtype)
         return tuple(taken)
+
+    @cached_property
+    def untrained(self) -> str:
+        """Why nothing more is asked of its gradients; nothing if ordinary rows and the weight get theirs."""
+        if not self.implementation.trains:
+            return "for inference only"
+        for dtype in self.dtypes:
+            x, weight = self.rows(6, self.width, dtype, seed=27), self.weight(self.width, dtype)
+            dy = self.rows(6, self.width, dtype, seed=28) + x
+            try:
+                got = self.gradients(x, weight, dy)
+            except Raised:
+                return "its gradients are missing anyway"
+            if got.dweight is None and weight is not None:
+                return "its gradients are missing anyway"
+        return ""
 
     @cached_property
     def compiled(self) -> dict[torch.dtype, tuple[Tensor, Tensor, Tensor]]:
         """For each dtype x, the eager result and the compiled one's. All in one graph: a compilation takes seconds.
 
         Raises:
-            Refused: it does not compile, or the result does not run.
+            Crashed: it does not compile, or the result does not run.
         """
         width = self.widths(1000)[0]
         dtypes = self.dtypes
@@ -192,9 +215,29 @@ class CheckContext:
             try:
                 results = torch.compile(together, dynamic=False)([x.to(self.device, copy=True) for x in inputs])
             except (Exception, SystemExit) as error:
-                raise Refused(described(error)) from error
+                raise Crashed(described(error)) from error
             quick = [as_result(y, x).cpu() for y, x in zip(results, inputs, strict=True)]
         return dict(zip(dtypes, zip(inputs, eager, quick, strict=True), strict=True))
+
+
+def far_off(got: Tensor, correct: Tensor) -> bool:
+    """Whether a result is another one, and not merely inexact: what is stale, misplaced or was never written.
+
+    The limit is a share of the largest of each row: sixteen roundings of bfloat16, and in float32, where a row may be
+    long and its sum naive, 2^-10. NaN is far off.
+    """
+    limit = 2.0**-5 if got.dtype.itemsize == 2 else 2.0**-10
+    apart = (got.detach().double().cpu() - correct).abs()
+    return not bool((apart <= limit * correct.abs().amax(-1, keepdim=True)).all())
+
+
+def wrong_gradient(got: Gradients, correct: Gradients) -> str:
+    """Which gradient is far off; one that is missing is for the checks of gradients."""
+    if far_off(got.dx, correct.dx):
+        return "dx"
+    if got.dweight is not None and correct.dweight is not None and far_off(got.dweight.flatten(), correct.dweight):
+        return "dweight"
+    return ""
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

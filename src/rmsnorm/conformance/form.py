@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rmsnorm.conformance import exact
-from rmsnorm.conformance.implementation import Implementation, Refused
+from rmsnorm.conformance.implementation import Implementation, Raised
 from rmsnorm.numerics import reference
 from rmsnorm.patching.probes import measure_gain, probe
 from rmsnorm.patching.specimen import NotRMSNorm
@@ -65,7 +65,7 @@ def find(implementation: Implementation, device: torch.device) -> Form:
 
     Raises:
         NotRMSNorm: it has none, and why.
-        Refused: it does not run on ordinary rows of float32.
+        Refused, Crashed: it does not run on ordinary rows of float32.
     """
     width = implementation.width or WIDTH
     generator = torch.Generator().manual_seed(3)
@@ -131,7 +131,7 @@ def _rounding(implementation: Implementation, offset: float, eps: float, width: 
         try:
             norm = implementation.norm(weight.to(device), eps if implementation.takes_eps else None)
             y = norm(x.to(device)).detach().cpu()
-        except Refused:
+        except Raised:
             continue
         for rounding in scores:
             expected, _ = reference.forward(x, None, weight, make_spec(eps, offset, rounding))

@@ -9,21 +9,32 @@ from typing import Any
 
 from torch import Tensor
 
+from rmsnorm.conformance.refusal import is_refusal
+from rmsnorm.patching.convention import short
+
 
 class CannotCheck(Exception):
     """What was given cannot be checked at all; the message says why and what is allowed."""
 
 
-class Refused(Exception):
+class Raised(Exception):
     """The implementation raised an exception of its own, or returned no tensor of the input's shape."""
 
 
-class NoGradient(Refused):
+class Refused(Raised):
+    """It said that it does not take the argument."""
+
+
+class Crashed(Raised):
+    """It broke down without such a word, or returned something else."""
+
+
+class NoGradient(Raised):
     """The result, or x, gets no gradient: what comes before would silently stop learning."""
 
 
-class BackwardRaised(Refused):
-    """The implementation's backward raised an exception of its own."""
+class BackwardRaised(Raised):
+    """The backward raised an exception of its own."""
 
 
 class Norm:
@@ -37,7 +48,7 @@ class Norm:
         """The result for x.
 
         Raises:
-            Refused: it raised, or its result is no tensor of x's shape.
+            Refused, Crashed: it raised, or its result is no tensor of x's shape.
         """
         return checked(self.call, x)
 
@@ -46,31 +57,36 @@ def checked(call: Callable[[Tensor], Any], x: Tensor) -> Tensor:
     """`call(x)` as a tensor of x's shape; of a tuple its first (others are the residual sum, or rstd).
 
     Raises:
-        Refused: it raised, or there is none.
+        Refused, Crashed: it raised, or there is none.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             y = call(x)
     except (Exception, SystemExit) as error:  # a stranger's code may raise anything
-        raise Refused(described(error)) from error
+        raise raised(error, f" for {size(x)} in {short(x.dtype)}") from error
     return as_result(y, x)
+
+
+def raised(error: BaseException, where: str = "") -> Raised:
+    """What an exception of the implementation is to a check."""
+    return Refused(described(error)) if is_refusal(error) else Crashed(f"{described(error)}{where}")
 
 
 def as_result(y: Any, x: Tensor) -> Tensor:
     """What a call returned, as a tensor of x's shape.
 
     Raises:
-        Refused: it is none.
+        Crashed: it is none.
     """
     if isinstance(y, (tuple, list)) and y:
         y = y[0]
     if not isinstance(y, Tensor):
-        raise Refused(f"it returned {type(y).__name__}, not a tensor")
+        raise Crashed(f"it returned {type(y).__name__}, not a tensor")
     if y.shape != x.shape:
-        raise Refused(f"for an input of {size(x)} it returned {size(y)}")
+        raise Crashed(f"for an input of {size(x)} it returned {size(y)}")
     if not y.is_floating_point():
-        raise Refused(f"it returned {str(y.dtype).removeprefix('torch.')}")
+        raise Crashed(f"it returned {str(y.dtype).removeprefix('torch.')}")
     return y
 
 
@@ -125,7 +141,7 @@ class Implementation:
         """The norm with a copy of this weight.
 
         Raises:
-            Refused: it cannot be made.
+            Refused, Crashed: it cannot be made.
         """
         length = weight.numel() if weight is not None else width or self.width or 64
         own = weight.detach().clone() if weight is not None and self.has_weight else None
@@ -134,5 +150,5 @@ class Implementation:
                 warnings.simplefilter("ignore")
                 call, leaf = self.make(own, eps, offset, length)
         except Exception as error:
-            raise Refused(described(error)) from error
+            raise raised(error) from error
         return Norm(call, leaf)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rmsnorm.conformance.context import CheckContext, same_bits
-from rmsnorm.conformance.implementation import Refused
+from rmsnorm.conformance.implementation import Raised, described
 from rmsnorm.conformance.outcome import Check, Outcome, failed, not_applicable, passed
 from rmsnorm.patching.convention import short
 
@@ -31,7 +31,7 @@ def _everything(context: CheckContext, x: Tensor, weight: Tensor | None) -> tupl
     if context.implementation.trains:
         try:
             got = context.gradients(x, weight, context.rows(len(x), x.shape[-1], x.dtype, seed=21))
-        except Refused:
+        except Raised:
             return (y,)
         return y, got.dx, *(() if got.dweight is None else (got.dweight,))
     return (y,)
@@ -43,8 +43,8 @@ def compiled(context: CheckContext) -> Outcome:
     worst = 0.0
     try:
         found = context.compiled
-    except Refused as error:
-        return failed("raises", f"torch.compile: {error}")
+    except Raised as error:
+        return _not_compiled(context, error)
     for dtype, (x, eager, quick) in found.items():
         if quick.dtype != eager.dtype:
             said = f"compiled it returns {short(quick.dtype)}, not {short(eager.dtype)}"
@@ -58,13 +58,22 @@ def compiled(context: CheckContext) -> Outcome:
     return failed(measured, f"compiled by torch.compile its results are {worst:.2g} times as far off as they may be")
 
 
+def _not_compiled(context: CheckContext, error: Raised) -> Outcome:
+    """It does not compile; or nothing does, for want of a compiler."""
+    try:
+        torch.compile(lambda x: x + 1, dynamic=False)(torch.zeros(8, device=context.device))
+    except Exception as reason:
+        return not_applicable(f"torch.compile does not work here: {described(reason)}")
+    return failed("raises", f"torch.compile: {error}")
+
+
 def same_compiled(context: CheckContext) -> Outcome:
     if context.implementation.compiled:
         return not_applicable("it is compiled")
     try:
         found = context.compiled.values()
-    except Refused as error:
-        return failed("raises", f"torch.compile: {error}")
+    except Raised as error:
+        return _not_compiled(context, error)
     same = [eager.dtype == quick.dtype for _, eager, quick in found]
     shares = [float((eager != quick).double().mean()) for _, eager, quick in found] if all(same) else [1.0]
     if max(shares) == 0:
@@ -95,7 +104,7 @@ def _rows_of(context: CheckContext, x: Tensor, weight: Tensor | None, rows: slic
     dy = context.rows(len(x), x.shape[-1], x.dtype, seed=21)[rows]
     try:
         return y, context.gradients(x[rows], weight, dy).dx
-    except Refused:
+    except Raised:
         return (y,)
 
 

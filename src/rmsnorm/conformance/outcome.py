@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from rmsnorm.conformance.context import CheckContext
 
 PASS, FAIL = "pass", "fail"
-# Of an extra, that it does not hold; of anything else, that the implementation refuses to do it, which is not wrong.
+# Of an extra that does not hold.
 NOT_PROMISED = "not promised"
+# The implementation says that it does not take what was asked, which is not wrong.
+REFUSED = "refused"
 NOT_APPLICABLE = "not applicable"
 NOT_RUN = "not run"
 
@@ -34,8 +36,8 @@ def failed(measured: str, finding: str, **figures: Any) -> Outcome:
     return Outcome(FAIL, measured, finding, figures)
 
 
-def not_promised(measured: str) -> Outcome:
-    return Outcome(NOT_PROMISED, measured)
+def refused(measured: str) -> Outcome:
+    return Outcome(REFUSED, measured)
 
 
 def not_applicable(measured: str) -> Outcome:

@@ -12,8 +12,8 @@ from rmsnorm.conformance import exact
 from rmsnorm.conformance.accuracy import slopes
 from rmsnorm.conformance.context import CheckContext
 from rmsnorm.conformance.form import DTYPES
-from rmsnorm.conformance.implementation import Refused
-from rmsnorm.conformance.outcome import Check, Outcome, failed, not_applicable, not_promised, passed
+from rmsnorm.conformance.implementation import Crashed, Raised, Refused
+from rmsnorm.conformance.outcome import Check, Outcome, failed, not_applicable, passed, refused
 from rmsnorm.patching.convention import short
 
 _SHORTER = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -27,7 +27,7 @@ def eps(context: CheckContext) -> Outcome:
     if form.place == "nowhere" and not context.implementation.takes_eps:
         return failed("none", "rows of zeros give NaN: there is no eps")
     if form.place != "inside" and not context.implementation.takes_eps:
-        return not_promised(f"its own: {form}")
+        return not_applicable(f"its own: {form}")
     if form.place != "inside":
         return failed(f"{form.place}", f"eps is not added to the mean inside the root: it computes {form}")
     if context.implementation.takes_eps:
@@ -40,7 +40,7 @@ def eps(context: CheckContext) -> Outcome:
             try:
                 ordinary = context.worst(context.rows(4, context.width, dtype), context.weight(context.width, dtype))
                 used = _effective(context, given, dtype)
-            except Refused:
+            except Raised:
                 continue
             if not ordinary <= 1:
                 continue  # accuracy says so
@@ -71,7 +71,7 @@ def eps_text(context: CheckContext) -> Outcome:
     text: Any = "1e-3"
     try:
         y = context.run(x, weight, text)
-    except Refused as error:
+    except Raised as error:
         return passed(f"refused: {str(error).partition(':')[0]}")
     apart = context.errors(y, context.exact(x, weight, 1e-3), torch.float32, torch.float32)
     if float(apart.max()) <= context.limit(torch.float32):
@@ -120,7 +120,7 @@ def _small_offsets(context: CheckContext, offset: float | None, width: int) -> O
 def result_dtype(context: CheckContext) -> Outcome:
     width = context.width
     pairs = [(x, w) for x, w in product(DTYPES, DTYPES) if context.form.weighted or x == w]
-    said, refused = [], []
+    said, mixed_refused = [], []
     for x_dtype, w_dtype in pairs:
         x, weight = context.rows(6, width, x_dtype, seed=17), context.weight(width, w_dtype)
         name = f"{_SHORTER[x_dtype]} with a weight in {_SHORTER[w_dtype]}"
@@ -128,8 +128,12 @@ def result_dtype(context: CheckContext) -> Outcome:
             y = context.run(x, weight)
         except Refused:
             if x_dtype != w_dtype:
-                refused.append(name)
+                mixed_refused.append(name)
             continue
+        except Crashed as crash:
+            if x_dtype != w_dtype:
+                return failed(f"raises for {name}", f"for {name} it raises {crash}, which is no clear refusal")
+            continue  # the checks of accuracy say so
         if y.dtype not in (x_dtype, w_dtype, torch.promote_types(x_dtype, w_dtype)):
             return failed(f"{short(y.dtype)} for {name}", f"for {name} it returns {short(y.dtype)}")
         coarsest = max((x_dtype, w_dtype, y.dtype), key=lambda dtype: torch.finfo(dtype).eps)
@@ -140,8 +144,8 @@ def result_dtype(context: CheckContext) -> Outcome:
             said.append((x_dtype, w_dtype, y.dtype))
     if not context.form.weighted:
         return passed("x's own")
-    if refused:
-        return not_promised(f"refuses {len(refused)} of 6 mixed pairs")
+    if mixed_refused:
+        return refused(f"refuses {len(mixed_refused)} of 6 mixed pairs")
     kinds = {"x's": 0, "the weight's": 1}
     for kind, index in kinds.items():
         if all(triple[2] == triple[index] for triple in said):
@@ -162,12 +166,12 @@ def autocast(context: CheckContext) -> Outcome:
         )
         try:
             plain = context.run(x, weight)
-        except Refused:
+        except Raised:
             continue
         try:
             with torch.autocast(context.device.type, torch.bfloat16):
                 y = context.run(x, weight)
-        except Refused as error:
+        except Raised as error:
             return failed("raises", f"under autocast {name} raises {error}")
         if y.dtype not in (plain.dtype, torch.float32):
             return failed(f"{short(y.dtype)} for {name}", f"under autocast {name} gives {short(y.dtype)}")

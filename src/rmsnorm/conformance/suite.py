@@ -7,23 +7,24 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rmsnorm.conformance import accuracy, gradients, inputs, invariance, settings
+from rmsnorm.conformance import accuracy, calls, gradients, graph, inputs, invariance, memory, settings, sizes
 from rmsnorm.conformance.context import CheckContext
 from rmsnorm.conformance.form import Form, find
-from rmsnorm.conformance.implementation import Implementation, Refused
+from rmsnorm.conformance.implementation import Implementation, Raised, Refused
 from rmsnorm.conformance.outcome import (
     FAIL,
     NOT_APPLICABLE,
     NOT_PROMISED,
     NOT_RUN,
     PASS,
+    REFUSED,
     Check,
     Outcome,
     Result,
     failed,
     not_applicable,
-    not_promised,
     passed,
+    refused,
 )
 from rmsnorm.patching.specimen import NotRMSNorm
 
@@ -35,7 +36,11 @@ CHECKS = (
     *accuracy.checks(),
     *settings.checks(),
     *inputs.checks(),
+    *sizes.checks(),
     *gradients.checks(),
+    *graph.checks(),
+    *calls.checks(),
+    *memory.checks(),
     *invariance.checks(),
     *invariance.extras(),
     *accuracy.extras(),
@@ -88,16 +93,21 @@ def run(
     step(CONVENTION.name)
     try:
         form = find(implementation, device)
-    except (NotRMSNorm, Refused) as reason:
+    except (NotRMSNorm, Raised) as reason:
         why = "no RMSNorm" if isinstance(reason, NotRMSNorm) else "does not run on ordinary float32 rows"
-        yield _result(CONVENTION, failed("not recognised", f"{why}: {reason}"))
-        yield from (_result(c, not_applicable(NO_FORM)) for c in checks if c is not CONVENTION)
+        yield from without_form(checks, failed("not recognised", f"{why}: {reason}"))
         return
     context = CheckContext(implementation, form, device)
     for check in checks:
         if check is not CONVENTION:
             step(check.name)
-        yield _result(check, _outcome(check, context, expected, strict))
+        yield result_of(check, _outcome(check, context, expected, strict))
+
+
+def without_form(checks: Iterable[Check], why: Outcome) -> Iterator[Result]:
+    """The results where the convention could not be found: that, and no others."""
+    yield result_of(CONVENTION, why)
+    yield from (result_of(check, not_applicable(NO_FORM)) for check in checks if check is not CONVENTION)
 
 
 def _outcome(check: Check, context: CheckContext, expected: Expected, strict: bool) -> Outcome:
@@ -106,14 +116,17 @@ def _outcome(check: Check, context: CheckContext, expected: Expected, strict: bo
     try:
         outcome = check.run(context)
     except Refused as error:
-        return not_promised(f"refused: {error}")
+        return refused(f"refused: {error}")
+    except Raised as error:
+        outcome = failed("raises", f"it raises {error}, which is no clear refusal")
     promises = context.implementation.promises
     if check.extra and outcome.verdict == FAIL and not (strict or "all" in promises or check.name in promises):
         return replace(outcome, verdict=NOT_PROMISED)
     return outcome
 
 
-def _result(check: Check, outcome: Outcome) -> Result:
+def result_of(check: Check, outcome: Outcome) -> Result:
+    """An outcome, as that of a check."""
     return Result(
         check.name,
         check.meaning,
@@ -127,22 +140,24 @@ def _result(check: Check, outcome: Outcome) -> Result:
 
 def skipped(checks: Iterable[Check]) -> list[Result]:
     """Results of checks that did not come to run."""
-    return [_result(check, Outcome(NOT_RUN, "")) for check in checks]
+    return [result_of(check, Outcome(NOT_RUN, "")) for check in checks]
 
 
 @dataclass(frozen=True)
 class Score:
-    """How many of the scored checks passed, and how many of the extras hold."""
+    """How many of the scored checks passed, how many of the extras hold, and how many were not answered: refused."""
 
     passed: int
     scored: int
     extras_passed: int
     extras: int
+    refused: int
 
     @classmethod
     def of(cls, results: Iterable[Result]) -> Score:
-        """Count them; what is refused or does not apply counts nowhere."""
+        """Count them; what does not apply counts nowhere, what is refused apart."""
         counted = [(r.extra, r.verdict) for r in results if r.verdict not in (NOT_APPLICABLE, NOT_RUN)]
-        scored = [verdict for extra, verdict in counted if not extra and verdict != NOT_PROMISED]
+        scored = [verdict for extra, verdict in counted if not extra and verdict != REFUSED]
         extras = [verdict for extra, verdict in counted if extra]
-        return cls(scored.count(PASS), len(scored), extras.count(PASS), len(extras))
+        refusals = [verdict for _, verdict in counted if verdict == REFUSED]
+        return cls(scored.count(PASS), len(scored), extras.count(PASS), len(extras), len(refusals))

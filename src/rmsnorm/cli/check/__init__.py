@@ -3,16 +3,12 @@
 IMPLEMENTATION is a known name (--list), module:callable, module:Class, or file.py:callable. A function is called like
 f(x, weight, eps), a class made like C(dim, eps=eps); what it takes is found by trying. Each convention of rounding is
 judged by itself, and what only some libraries promise is an extra, which is not scored. Exits with 0 if every scored
-check passes, 1 if not, 2 if there is nothing to check, 130 on Ctrl-C, with a report of what had been done.
+check passes, 1 if not, 2 if nothing was checked or all was refused, 130 on Ctrl-C, with a report of what had been done.
 """
 
 import argparse
-import contextlib
-import dataclasses
-import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -36,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offset", type=float, help="what it should add to the weight; other findings are faults")
     parser.add_argument("--rounding", choices=ROUNDINGS, help="where it should round")
     parser.add_argument("--device", default="cpu", help="where to run it (default cpu)")
+    parser.add_argument("--in-process", action="store_true", help="run the checks in this process, for a debugger")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
 
@@ -55,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise CannotRun(f"{arguments.html} cannot be written: {error.strerror}") from None
         print(f"wrote {arguments.html}", file=sys.stderr)
-    return 130 if report.interrupted else 1 if report.findings else 0
+    return report.exit_code
 
 
 def examine(arguments: argparse.Namespace) -> Report:
@@ -67,40 +64,31 @@ def examine(arguments: argparse.Namespace) -> Report:
     if unknown:
         raise CannotRun(f"there is no check {unknown[0]!r}; --list shows them")
     device = _device(arguments.device)
-    start = time.monotonic()
-    with _output_elsewhere():
+    request = conformance.Request(
+        arguments.implementation,
+        arguments.device,
+        torch.get_num_threads(),
+        arguments.offset,
+        arguments.rounding,
+        arguments.strict,
+        arguments.inference,
+    )
+    run_checks = conformance.examine if arguments.in_process else conformance.examine_apart
+    start, interrupted = time.monotonic(), False
+    about = conformance.About(arguments.implementation, "", "")
+    results: list[conformance.Result] = []
+    with conformance.output_to_stderr(), progress(len(checks)) as step:
         try:
-            implementation = conformance.load(arguments.implementation)
+            for found in run_checks(request, checks, step):
+                if isinstance(found, conformance.Result):
+                    results.append(found)
+                else:
+                    about = found
+        except KeyboardInterrupt:
+            interrupted = True
         except conformance.CannotCheck as error:
             raise CannotRun(str(error)) from None
-        if arguments.inference:
-            implementation = dataclasses.replace(implementation, trains=False)
-        expected = conformance.Expected(arguments.offset, arguments.rounding)
-        results: list[conformance.Result] = []
-        interrupted = False
-        with progress(len(checks)) as step:
-            try:
-                found = conformance.run(
-                    implementation, checks, device=device, expected=expected, strict=arguments.strict, step=step
-                )
-                results.extend(found)  # what came before an interruption stays
-            except KeyboardInterrupt:
-                interrupted = True
-    return Report.of(implementation, checks, results, device, arguments.strict, interrupted, time.monotonic() - start)
-
-
-@contextlib.contextmanager
-def _output_elsewhere() -> Iterator[None]:
-    """What the implementation prints goes to standard error, also from C: what we print may be JSON."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+    return Report.of(about, checks, results, device, arguments.strict, interrupted, time.monotonic() - start)
 
 
 def _device(name: str) -> torch.device:

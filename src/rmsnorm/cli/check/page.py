@@ -6,9 +6,16 @@ from html import escape
 
 from rmsnorm.cli.check.report import Report
 from rmsnorm.conformance import Result
-from rmsnorm.conformance.outcome import FAIL, NOT_APPLICABLE, NOT_PROMISED, NOT_RUN, PASS
+from rmsnorm.conformance.outcome import FAIL, NOT_APPLICABLE, NOT_PROMISED, NOT_RUN, PASS, REFUSED
 
-_MARKS = {PASS: "&#10003;", FAIL: "&#10007;", NOT_PROMISED: "&#9675;", NOT_APPLICABLE: "&ndash;", NOT_RUN: "&hellip;"}
+_MARKS = {
+    PASS: "&#10003;",
+    FAIL: "&#10007;",
+    NOT_PROMISED: "&#9675;",
+    REFUSED: "&#9675;",
+    NOT_APPLICABLE: "&ndash;",
+    NOT_RUN: "&hellip;",
+}
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --soft: #66707a; --line: #e4e8ec; --paper: #fff; --card: #f7f9fa;
   --pass: #1a7f4b; --fail: #c62f2f; --promise: #9a6b00; }
@@ -41,7 +48,14 @@ td.measured { font-variant-numeric: tabular-nums; }
   tr { display: block; border-top: 1px solid var(--line); padding: .5rem 0; } }
 @media print { body { padding: 0; } }
 """
-_CLASSES = {PASS: "pass", FAIL: "fail", NOT_PROMISED: "promise", NOT_APPLICABLE: "none", NOT_RUN: "none"}
+_CLASSES = {
+    PASS: "pass",
+    FAIL: "fail",
+    NOT_PROMISED: "promise",
+    REFUSED: "promise",
+    NOT_APPLICABLE: "none",
+    NOT_RUN: "none",
+}
 
 
 def page(report: Report) -> str:
@@ -75,8 +89,8 @@ def page(report: Report) -> str:
 
 
 _LEGEND = """Errors are in units in the last place (ulp) or in roundings, half a unit's worth, against exact arithmetic.
-<i>Not promised</i>: refused, or an extra that does not hold; neither is scored. Each rounding convention is judged by
-itself.</p>"""
+<i>Refused</i>: with a clear error about the argument. <i>Not promised</i>: an extra that does not hold. Neither is
+scored. Each rounding convention is judged by itself.</p>"""
 
 
 def _row(result: Result, meaning: str) -> str:

@@ -13,10 +13,17 @@ import torch
 
 from rmsnorm.benchmarking.peers import PEERS
 from rmsnorm.cli.requirements import is_installed
-from rmsnorm.conformance import CHECKS, Check, Implementation, Result, Score, named, suite
-from rmsnorm.conformance.outcome import FAIL, NOT_APPLICABLE, NOT_PROMISED, NOT_RUN, PASS
+from rmsnorm.conformance import CHECKS, About, Check, Result, Score, named, suite
+from rmsnorm.conformance.outcome import FAIL, NOT_APPLICABLE, NOT_PROMISED, NOT_RUN, PASS, REFUSED
 
-STYLES = {PASS: "green", FAIL: "bold red", NOT_PROMISED: "yellow", NOT_APPLICABLE: "dim", NOT_RUN: "dim"}
+STYLES = {
+    PASS: "green",
+    FAIL: "bold red",
+    NOT_PROMISED: "yellow",
+    REFUSED: "yellow",
+    NOT_APPLICABLE: "dim",
+    NOT_RUN: "dim",
+}
 EXTRAS = "Extras, which only some libraries promise; not scored unless promised"
 
 
@@ -37,7 +44,7 @@ class Report:
     @classmethod
     def of(
         cls,
-        implementation: Implementation,
+        about: About,
         checks: Iterable[Check],
         results: list[Result],
         device: torch.device,
@@ -52,9 +59,9 @@ class Report:
         everything = [*results, *suite.skipped(rest)]
         score = Score.of(everything)
         return cls(
-            implementation.name,
-            implementation.calls,
-            implementation.source,
+            about.name,
+            about.calls,
+            about.source,
             where,
             strict,
             everything,
@@ -67,6 +74,12 @@ class Report:
     def findings(self) -> list[Result]:
         """The checks that failed."""
         return [result for result in self.results if result.verdict == FAIL]
+
+    @property
+    def exit_code(self) -> int:
+        """130 after an interruption, 1 if something was found, 2 if no check was answered, else 0."""
+        answered = any(result.verdict in (PASS, NOT_PROMISED) for result in self.results)
+        return 130 if self.interrupted else 1 if self.findings else 0 if answered else 2
 
     @property
     def groups(self) -> Iterator[tuple[str, list[Result]]]:
@@ -82,6 +95,10 @@ class Report:
         said = f"{self.score.passed} of {self.score.scored} scored checks passed"
         if self.score.extras:
             said += f", {self.score.extras_passed} of {self.score.extras} extras hold"
+        if self.score.refused:
+            said += (
+                f"; not answered, because it refused: {', '.join(r.name for r in self.results if r.verdict == REFUSED)}"
+            )
         if self.interrupted:
             ran = sum(result.verdict != NOT_RUN for result in self.results)
             said += f"; interrupted after {ran} of {len(self.results)} checks"
@@ -140,7 +157,7 @@ def _show_on_terminal(report: Report) -> None:
     for result in _told(report):
         console.print(f"[bold red]{result.name}[/bold red]: {escape(result.finding)}")
         console.print(f"[dim]{escape(result.meaning)}[/dim]\n")
-    colour = "green" if not report.findings and not report.interrupted else "red" if report.findings else "yellow"
+    colour = {0: "green", 1: "red"}.get(report.exit_code, "yellow")
     console.print(f"[bold {colour}]{report.summary}[/]. Took {report.seconds:.0f} s.")
 
 

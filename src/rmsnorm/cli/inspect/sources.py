@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import json
 import re
 import sys
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rmsnorm.cli.inspect.findings import Norm
-from rmsnorm.cli.inspect.tensors import GGUF_EPS, read_gguf, read_safetensors
+from rmsnorm.cli.inspect import building, models
+from rmsnorm.cli.inspect.files import (
+    Parts,
+    gguf_parts,
+    parts_beside,
+    read_json,
+    regular,
+    safetensors_of_folder,
+)
+from rmsnorm.cli.inspect.findings import Norm, eps_problem
+from rmsnorm.cli.inspect.gguf_file import Gguf, read_gguf
+from rmsnorm.cli.inspect.tensors import Stored, norm_weights, read_safetensors
 from rmsnorm.cli.requirements import CannotRun, is_installed
-from rmsnorm.patching.convention import Convention
-from rmsnorm.patching.replacing import survey
+from rmsnorm.cli.text import printable
 
-# What configurations call the eps of their RMSNorms.
-_EPS_NAMES = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "layernorm_epsilon")
 _ALLOWED = "a checkpoint folder, a .safetensors or .gguf file, a config.json, or module:callable"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_GGUF_EPS = ".attention.layer_norm_rms_epsilon"
+# What llama.cpp calls the architectures whose offsets from one its converter folds into the gains.
+_FOLDED = ("gemma", "qwen3next", "qwen35", "nemotron")
+_NOT_FOLDED = ("gemma3n", "gemma4")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Found:
-    """The norms of a target with their weights, and every eps that its configuration names."""
+    """The norms of a target with their weights; `warnings` and `notes` are about the whole."""
 
     source: str
-    norms: list[tuple[Norm, Tensor | None]]
-    eps_of_config: list[float]
-    notes: list[str]
+    norms: list[tuple[Norm, Stored | None]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    offsets_folded: bool = False
 
 
 def read(target: str, step: Callable[[str], None]) -> Found:
@@ -43,199 +56,211 @@ def read(target: str, step: Callable[[str], None]) -> Found:
         CannotRun: it is nothing of what is allowed, or cannot be read.
     """
     path = Path(target)
-    if path.is_dir():
-        return _folder(path, step)
-    if path.suffix == ".safetensors" and path.is_file():
-        return _files(path, [path], path.with_name("config.json"), step)
-    if path.suffix == ".json" and path.is_file():
-        return _files(path, [], path, step)
-    if path.suffix == ".gguf" and path.is_file():
-        return _gguf(path, step)
-    if ":" in target and not path.exists():
+    try:
+        if path.is_dir():
+            return _folder(path, step)
+        if path.suffix == ".safetensors" and regular(path):
+            return _checkpoint(Found(str(path)), parts_beside(path), path.with_name("config.json"), step)
+        if path.suffix == ".json" and regular(path):
+            return _checkpoint(Found(str(path)), Parts(), path, step)
+        if path.suffix == ".gguf" and regular(path):
+            return _gguf(gguf_parts(path), step)
+        there = path.exists()
+    except OSError as error:
+        raise CannotRun(f"{target} cannot be read: {error.strerror}") from None
+    if ":" in target and not there:
         return _callable(target, step)
-    problem = "is no file that can be inspected" if path.exists() else "does not exist"
+    problem = "is no file that can be inspected" if there or path.is_symlink() else "does not exist"
     raise CannotRun(f"{target} {problem}; TARGET is {_ALLOWED}")
 
 
 def _folder(path: Path, step: Callable[[str], None]) -> Found:
-    weights = sorted(path.glob("*.safetensors"))
     config = path / "config.json"
-    if not weights and not config.is_file():
-        raise CannotRun(f"{path} has neither config.json nor .safetensors files; TARGET is {_ALLOWED}")
-    _check_shards(path, weights)
-    return _files(path, weights, config, step)
+    if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")) or config.exists():
+        return _checkpoint(Found(str(path)), safetensors_of_folder(path), config, step)
+    ggufs = sorted(path.glob("*.gguf"))
+    if ggufs:
+        whole = gguf_parts(ggufs[0])
+        if set(ggufs) <= set(whole.files):
+            return _gguf(whole, step)
+        raise CannotRun(f"{path} has {len(ggufs)} .gguf files: say which")
+    parts = [part.name for part in sorted(path.iterdir()) if part.is_dir() and (part / "config.json").exists()]
+    if parts:
+        raise CannotRun(f"{path} is made of parts, to be inspected one by one: {', '.join(parts[:10])}")
+    if pickles := [file.name for file in sorted(path.iterdir()) if file.suffix in _PICKLES]:
+        raise CannotRun(f"{path} has {pickles[0]}, and reading that would run code in it: save it as .safetensors")
+    raise CannotRun(f"{path} has neither config.json nor .safetensors files; TARGET is {_ALLOWED}")
 
 
-def _check_shards(path: Path, weights: list[Path]) -> None:
-    """All that the index names are there; without an index, as many as their own names say."""
-    there = {file.name for file in weights}
-    for index in sorted(path.glob("*.safetensors.index.json")):
-        named = _json(index).get("weight_map")
-        if not isinstance(named, dict):
-            raise CannotRun(f"{index} has no weight_map")
-        if missing := sorted(set(map(str, named.values())) - there):
-            raise CannotRun(f"{path} is not complete: {index.name} names {', '.join(missing)}")
-    for file in weights:
-        if match := re.fullmatch(r"(.*-)(\d+)-of-(\d+)(\..*)", file.name):
-            stem, number, count, suffix = match.groups()
-            others = (f"{stem}{i:0{len(number)}}-of-{count}{suffix}" for i in range(1, int(count) + 1))
-            if missing := [name for name in others if name not in there][:3]:
-                raise CannotRun(f"{path} is not complete: {file.name} is there, {missing[0]} is not")
-
-
-def _files(source: Path, weights: list[Path], config: Path, step: Callable[[str], None]) -> Found:
-    step("reading the weights of norms")
-    tensors: dict[str, Tensor] = {}
-    for file in weights:
-        tensors |= read_safetensors(file)
-    notes: list[str] = []
+def _checkpoint(found: Found, parts: Parts, config_file: Path, step: Callable[[str], None]) -> Found:
+    step("reading the names of tensors")
+    tensors: dict[str, Stored] = {}
+    files: dict[str, str] = {}
+    for file in parts.files:
+        for name, stored in read_safetensors(file).items():
+            if name in files:
+                found.warnings.append(f"{name} is in two files, {files[name]} and {file.name}")
+            tensors[name], files[name] = stored, file.name
+    found.notes += parts.notes
+    found.warnings += parts.warnings
+    found.warnings += _lies(parts.index, files)
     step("building the model without its weights")
-    model, eps = None, []
-    if not config.is_file():
-        notes.append("No config.json beside it: conventions are unknown.")
-    else:
-        eps = _eps_values(_json(config))
-        if is_installed("transformers"):
-            model = _model_of(config, notes)
-        else:
-            notes.append('transformers is not installed: conventions are unknown; try: pip install "rmsnorm[demo]"')
-        if not weights:
-            notes.append("There are no .safetensors files: weights are unknown.")
-    if model is None and not tensors:
-        raise CannotRun(f"{source}: {notes[0]}")
-    if model is None:
-        return Found(str(source), [(_unknown(n, t), t) for n, t in tensors.items()], eps, notes)
-    used = [(norm, _weight_named(tensors, key), key) for norm, key, _ in _norms_of(model)]
-    if weights and any(t is None and key is not None for _, t, key in used):
-        notes.append("Some norms of the model have no weight of their name in the checkpoint.")
-    return Found(str(source), [(_sized(norm, t), t) for norm, t, _ in used], eps, notes)
+    configured, model = _model_of(config_file, found)
+    if model is not None:
+        step("running the norms")
+        _with_model(found, model, configured, tensors, parts)
+    elif parts.files:
+        shapes = {name: t.shape for name, t in tensors.items()}
+        names = sorted(norm_weights(shapes), key=natural)
+        found.norms = [(Norm(name, tensors[name].count, None, None, None), tensors[name]) for name in names]
+        if not names:
+            none = f"None of its {len(tensors)} tensors is called like the weight of an RMSNorm."
+            found.notes.append(none if tensors else "It has no tensors.")
+    elif not found.warnings:
+        raise CannotRun(f"{found.source}: {found.notes[-1]}")
+    return found
 
 
-def _sized(norm: Norm, t: Tensor | None) -> Norm:
-    if t is None or norm.width in (None, t.numel()):
-        return norm
-    text = f"the checkpoint's weight has {t.numel()} elements, the model's norm {norm.width}"
-    return replace(norm, warnings=[*norm.warnings, text])
+def natural(name: str) -> list[str | int]:
+    """A key that sorts numbers in names as numbers."""
+    return [int(part[:18]) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", name))]
 
 
-def _gguf(path: Path, step: Callable[[str], None]) -> Found:
-    step("reading the weights of norms")
-    tensors, fields = read_gguf(path)
+def _lies(index: Mapping[str, str], files: Mapping[str, str]) -> list[str]:
+    """What the index says of tensors and does not hold."""
+    wrong = [name for name, file in index.items() if files.get(name) != file]
+    if not wrong:
+        return []
+    where = f"{index[wrong[0]]}, which has no such tensor"
+    more = f", and {len(wrong) - 1} more such" if len(wrong) > 1 else ""
+    return [f"the index has {wrong[0]} in {where}{more}"]
+
+
+def _model_of(config_file: Path, found: Found) -> tuple[dict[str, float], nn.Module | None]:
+    """Every eps that a configuration names, and its model; what stands in the way is noted."""
+    if not regular(config_file):
+        there = config_file.exists() or config_file.is_symlink()
+        reason = f"{config_file.name} is no regular file" if there else f"No {config_file.name} beside it"
+        found.notes.append(f"{reason}: conventions are unknown.")
+        return {}, None
+    config = read_json(config_file)
+    configured = building.eps_values(config)
+    found.warnings += [f"{name}: {problem}" for name, eps in configured.items() if (problem := eps_problem(eps))]
+    if not is_installed("transformers"):
+        found.notes.append('transformers is not installed: conventions are unknown; try: pip install "rmsnorm[demo]"')
+        return configured, None
+    model = building.build(config_file, config)
+    if isinstance(model, str):
+        found.notes.append(f"Conventions are unknown: {model}")
+        return configured, None
+    return configured, model
+
+
+def _with_model(
+    found: Found, model: nn.Module, configured: dict[str, float], tensors: dict[str, Stored], parts: Parts
+) -> None:
+    surveyed = _surveyed(model, found.source)
+    own, loaded = model.state_dict(), models.keys_as_loaded(model, tensors)
+    keys: list[str] = [n.key for n in surveyed.norms if n.key is not None]
+    used = models.weights_by_key(model, keys, tensors, loaded)
+    norms = [models.sized(n, own, used.get(n.key or "")) for n in surveyed.norms]
+    norms = models.with_eps_of(norms, configured, surveyed.eps, strict=False)
+    found.norms = [(norm, used.get(n.key or "")) for norm, n in zip(norms, surveyed.norms, strict=True)]
+    found.notes += _aside(surveyed.aside)
+    if not parts.files:
+        found.notes.append("There are no weights beside it: conventions alone.")
+        return
+    missing = sorted((key for key in keys if key in own and key not in used), key=natural)
+    if missing:
+        text = f"{len(missing)} of the model's norms have no weight in it, {missing[0]} for one"
+        (found.warnings if parts.whole else found.notes).append(text)
+    taken = {t.name for t in used.values()}
+    for name in sorted(norm_weights({name: t.shape for name, t in tensors.items()}), key=natural):
+        target = loaded.get(name)
+        if name not in taken and (target is None or target.rpartition(".")[0] not in surveyed.aside):
+            note = "the model has nothing of this name" if target is None else "no module of its own computes this norm"
+            found.norms.append((Norm(name, tensors[name].count, None, None, None, notes=[note]), tensors[name]))
+
+
+def _aside(classes: Mapping[str, str]) -> list[str]:
+    said = ", ".join(f"{count} {name}" for name, count in Counter(classes.values()).items())
+    return [f"Not RMSNorms, left aside: {said}."] if said else []
+
+
+def _surveyed(model: nn.Module, source: str) -> models.Surveyed:
+    try:
+        return models.survey_norms(model)
+    except Exception as error:  # modules may raise anything
+        raise CannotRun(f"{source}: its norms cannot be run: {_said(error)}") from None
+
+
+def _gguf(parts: Parts, step: Callable[[str], None]) -> Found:
+    step("reading the names of tensors")
+    whole = Gguf({}, {})
+    for file in parts.files:
+        part = read_gguf(file)
+        for name in part.tensors.keys() & whole.tensors.keys():
+            raise CannotRun(f"{file}: {name} is in another part too")
+        whole = Gguf(part.fields | whole.fields, whole.tensors | part.tensors)
     step("reading the configuration")
-    eps = [value for key, value in fields.items() if key.endswith(GGUF_EPS)]
-    norms: list[tuple[Norm, Tensor | None]] = []
-    for name, t in tensors.items():
-        norms.append((Norm(name, t.numel(), None, eps[0] if eps else None, 0.0), t))
+    architecture = str(whole.fields.get("general.architecture", "unknown"))
+    found = Found(parts.source, warnings=list(parts.warnings), notes=list(parts.notes))
+    count = whole.fields.get("split.count")
+    if len(parts.files) == 1 and isinstance(count, int) and count > 1 and not parts.warnings:
+        found.warnings.append(f"this is one part of {count}, and the others are not known by its name")
+    eps = _gguf_eps(whole, parts.source)
+    if eps is not None and (problem := eps_problem(eps)):
+        found.warnings.append(problem)
+    names = sorted(norm_weights({name: t.shape for name, t in whole.tensors.items()}), key=natural)
+    found.norms = [(Norm(name, whole.tensors[name].count, None, eps, 0.0), whole.tensors[name]) for name in names]
     # llama.cpp adds the one of Gemma and its like while converting.
-    notes = [f"Architecture {fields.get('general.architecture', 'unknown')}; GGUF stores gains, offsets folded in."]
-    return Found(str(path), norms, eps, notes)
+    found.notes.append(f"Architecture {architecture}; GGUF stores gains, offsets folded in.")
+    found.offsets_folded = architecture.startswith(_FOLDED) and not architecture.startswith(_NOT_FOLDED)
+    return found
+
+
+def _gguf_eps(file: Gguf, source: str) -> float | None:
+    for key, value in file.fields.items():
+        if key.endswith(_GGUF_EPS):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise CannotRun(f"{source}: {printable(key)} must be a number, got {printable(repr(value))}")
+            return float(value)
+    return None
 
 
 def _callable(target: str, step: Callable[[str], None]) -> Found:
     module_name, _, name = target.partition(":")
     step(f"building {target}")
     sys.path.insert(0, "")
-    try:
-        made = getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # a stranger's module may raise anything
-        raise CannotRun(f"{target} cannot be imported: {_said(error)}") from None
-    finally:
-        sys.path.pop(0)
-    try:
-        model = made if isinstance(made, nn.Module) else made()
-    except Exception as error:  # and so may its function
-        raise CannotRun(f"{target} fails: {_said(error)}") from None
-    if not isinstance(model, nn.Module):
-        raise CannotRun(f"{target} returns {type(model).__name__}, not a torch.nn.Module")
-    step("running the norms")
-    config: Any = getattr(model, "config", None)
-    eps = _eps_values(config.to_dict()) if hasattr(config, "to_dict") else []
-    return Found(target, [(norm, weight) for norm, _, weight in _norms_of(model)], eps, [])
+    # What a stranger's code prints is not part of our report, which may be JSON.
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            made = getattr(importlib.import_module(module_name), name)
+        except (Exception, SystemExit) as error:  # a stranger's module may raise anything
+            raise CannotRun(f"{target} cannot be imported: {_said(error)}") from None
+        finally:
+            sys.path.pop(0)
+        try:
+            model = made if isinstance(made, nn.Module) else made()
+        except (Exception, SystemExit) as error:  # and so may its function
+            raise CannotRun(f"{target} fails: {_said(error)}") from None
+        if not isinstance(model, nn.Module):
+            raise CannotRun(f"{target} returns {type(model).__name__}, not a torch.nn.Module")
+        step("running the norms")
+        surveyed = _surveyed(model, target)
+        found = Found(target, notes=_aside(surveyed.aside))
+        config: Any = getattr(model, "config", None)
+        configured = building.eps_values(config.to_dict()) if hasattr(config, "to_dict") else {}
+    found.warnings += [f"{key}: {problem}" for key, eps in configured.items() if (problem := eps_problem(eps))]
+    strict = not type(model).__module__.startswith("transformers.")
+    norms = models.with_eps_of([n.norm for n in surveyed.norms], configured, surveyed.eps, strict)
+    found.norms = [(norm, n.stored) for norm, n in zip(norms, surveyed.norms, strict=True)]
+    return found
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     """What an exception says, in one line, and where in other people's code."""
     text = f"{type(error).__name__}: {error}".partition("\n")[0]
     frames = traceback.extract_tb(error.__traceback__)[1:]
     own = [frame for frame in frames if "importlib" not in frame.filename]
     return f"{text} ({own[-1].filename}:{own[-1].lineno})" if own else text
-
-
-def _norms_of(model: nn.Module) -> list[tuple[Norm, str | None, Tensor | None]]:
-    """Each norm with the name of its weight in the state dict, and the weight if the model has it."""
-    found = []
-    for entry, module in survey(model):
-        convention = entry.convention
-        if convention is None:
-            continue
-        eps = torch.finfo(torch.float32).eps if convention.eps is None else convention.eps
-        norm = Norm(
-            entry.name or "(the model itself)", convention.width, _words(convention), eps, convention.weight_offset
-        )
-        key = None if convention.weight is None else f"{entry.name}.{convention.weight}".lstrip(".")
-        weight = None if convention.weight is None else getattr(module, convention.weight)
-        found.append((norm, key, None if weight is None or weight.is_meta else weight))
-    return found
-
-
-def _words(convention: Convention) -> str:
-    """The convention without what other columns say."""
-    return ", ".join(part for part in str(convention).split(", ") if not part.startswith(("width", "any width", "eps")))
-
-
-def _unknown(name: str, t: Tensor) -> Norm:
-    return Norm(name, t.numel(), None, None, None)
-
-
-def _weight_named(tensors: dict[str, Tensor], key: str | None) -> Tensor | None:
-    """The tensor of that name, or the only one whose name is a part of it or has it as a part: prefixes come and go."""
-    if key is None or key in tensors:
-        return None if key is None else tensors[key]
-    near = [t for name, t in tensors.items() if name.endswith("." + key) or key.endswith("." + name)]
-    return near[0] if len(near) == 1 else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CannotRun(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise CannotRun(f"{path} must hold a JSON object, got {type(content).__name__}")
-    return content
-
-
-def _eps_values(config: dict[str, Any]) -> list[float]:
-    """Every eps in a configuration, those of its parts included."""
-    found = []
-    for name in _EPS_NAMES:
-        value = config.get(name)
-        if value is None:
-            continue
-        try:
-            found.append(float(value))
-        except (TypeError, ValueError):
-            raise CannotRun(f"{name} in the configuration must be a number, got {value!r}") from None
-    for part in config.values():
-        if isinstance(part, dict):
-            found += _eps_values(part)
-    return list(dict.fromkeys(found))
-
-
-def _model_of(config_file: Path, notes: list[str]) -> nn.Module | None:
-    """The model of a configuration, without memory for its weights; None, with a note, if it cannot be built."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    try:
-        # Code beside the weights is never run; left open, transformers would ask on the terminal.
-        config = transformers.AutoConfig.from_pretrained(
-            str(config_file), local_files_only=True, trust_remote_code=False
-        )
-        cls = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
-        with torch.device("meta"):
-            return cls(config) if cls is not None else transformers.AutoModel.from_config(config)  # type: ignore[no-any-return]
-    except Exception as error:  # a model's constructor may raise anything
-        first = str(error).strip().partition("\n")[0]
-        notes.append(f"transformers does not build this model, conventions are unknown: {first}")
-        return None

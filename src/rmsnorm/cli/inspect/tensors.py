@@ -1,125 +1,122 @@
-"""Reads the weights of norms out of checkpoint files, and nothing else of them."""
+"""Tensors of checkpoints: which are weights of norms, and their values when they are asked for."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rmsnorm.cli.requirements import CannotRun, require
 
-GGUF_EPS = ".attention.layer_norm_rms_epsilon"
-_LARGEST_HEADER = 100_000_000
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# More than this in one file, and it is no model; all known ones have a few ten thousand.
+MOST_TENSORS = 2**18
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "BOOL": "bool",
+    "C64": "complex64",
+}
+
+_NORM = re.compile(r"norm|(^|_)ln(_|\d|$)")
+# What stands beside a weight: biases, statistics of batches, the states of optimisers, the scales of quantisation.
+_NO_WEIGHT = re.compile(
+    r"bias|^beta$|^running_|^num_batches|^exp_avg|^step$|^momentum|^max_exp|^eps"
+    r"|(weight|input|output|act|k|v)_scale|scale_inv$|zero_point|zeros$|^absmax|quant_|^g_idx$|^lora_|^mask"
+)
+_PLAIN = ("weight", "scale", "gamma", "gain", "g", "w")
+_MATRIX = re.compile(r"(proj|projection|linear|fc|dense|conv|emb|embed|embeddings?|lora_?\w*|mlp)[\d_]*$")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a file or a model. `read` gives its values; what it raises says why there are none."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], Tensor]
+
+    @property
+    def count(self) -> int:
+        """The number of its elements."""
+        return math.prod(self.shape)
 
 
 def norm_weights(shapes: Mapping[str, Sequence[int]]) -> list[str]:
     """Which tensors are weights of RMSNorms, by names and shapes: without code to run there is nothing better.
 
-    A norm with a bias is a LayerNorm.
+    A norm with a bias is a LayerNorm, one with running statistics a BatchNorm.
     """
-    return [name for name, shape in shapes.items() if _is_norm(name, shape) and _bias_of(name) not in shapes]
+    return [name for name, shape in shapes.items() if _is_norm(name, shape) and not _is_other(name, shapes)]
 
 
 def _is_norm(name: str, shape: Sequence[int]) -> bool:
     parts = name.lower().split(".")
-    return (
-        parts[-1] != "bias"
-        and len(shape) == 1
-        and shape[0] > 0
-        and any("norm" in part or part in ("ln_f", "ln") for part in parts)
-    )
+    leaf = parts[-1]
+    if _NO_WEIGHT.search(leaf):
+        return False
+    if len(shape) == 1:
+        return any(map(_NORM.search, parts))
+    owner = parts[-2] if leaf in _PLAIN and len(parts) > 1 else leaf
+    return bool(_NORM.search(owner)) and not _MATRIX.search(owner) and (len(shape) > 1 or leaf in _PLAIN)
 
 
-def _bias_of(name: str) -> str:
-    return f"{name.rpartition('.')[0]}.bias"
+def _is_other(name: str, shapes: Mapping[str, Sequence[int]]) -> bool:
+    owner, dot, leaf = name.rpartition(".")
+    companions = ("bias", "beta", "running_mean", leaf.replace("weight", "bias"))
+    return any(f"{owner}{dot}{companion}" in shapes for companion in companions if companion != leaf)
 
 
-def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The norms' weights in a .safetensors file: 8 bytes of length, a header in JSON, then the tensors' bytes."""
+def read_safetensors(path: Path) -> dict[str, Stored]:
+    """Every tensor of a .safetensors file; nothing but its header is read before values are asked for.
+
+    Raises:
+        CannotRun: it is damaged.
+    """
+    require("demo", "safetensors")
+    from safetensors import SafetensorError, safe_open
+
     try:
-        with path.open("rb") as file:
-            header = _header(path, file)
-            first = file.tell()
-            found = {}
-            for name in norm_weights({name: entry.shape for name, entry in header.items()}):
-                entry = header[name]
-                if entry.dtype not in _DTYPES:
-                    continue
-                file.seek(first + entry.begin)
-                data = bytearray(file.read(entry.end - entry.begin))
-                if len(data) != entry.end - entry.begin:
-                    raise CannotRun(f"{path} is cut short: {name} is missing")
-                dtype = _DTYPES[entry.dtype]
-                if len(data) != entry.shape[0] * dtype.itemsize:
-                    raise CannotRun(
-                        f"{path}: {name} has {len(data)} bytes, not those of {entry.shape[0]} {entry.dtype}"
-                    )
-                found[name] = torch.frombuffer(data, dtype=dtype)
+        file = safe_open(path, framework="pt")
+        names = file.keys()
+        if len(names) > MOST_TENSORS:
+            raise CannotRun(f"{path} has {len(names)} tensors, more than any model")
+        slices = {name: file.get_slice(name) for name in sorted(names)}
     except OSError as error:
-        raise CannotRun(f"{path} cannot be read: {error.strerror}") from None
+        raise CannotRun(f"{path} cannot be read: {error.strerror or error}") from None
+    except SafetensorError as error:
+        pointer = "a pointer of Git LFS: fetch the file itself" if _is_pointer(path) else str(error)
+        raise CannotRun(f"{path} is no sound .safetensors file: {pointer}") from None
+    found = {}
+    for name, part in slices.items():
+        dtype = part.get_dtype()
+        shown = _DTYPES.get(dtype, re.sub(r"^([IU])(\d+)$", lambda m: f"{'u' * (m[1] == 'U')}int{m[2]}", dtype))
+        found[name] = Stored(name, tuple(part.get_shape()), shown, partial(file.get_tensor, name))
     return found
 
 
-class _Entry(NamedTuple):
-    dtype: str
-    shape: list[int]
-    begin: int
-    end: int
+def _is_pointer(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(8) == b"version "
 
 
-def _header(path: Path, file: BinaryIO) -> dict[str, _Entry]:
-    length = int.from_bytes(file.read(8), "little")
-    if not 0 < length <= min(_LARGEST_HEADER, path.stat().st_size - 8):
-        raise CannotRun(f"{path} is no .safetensors file: its header would have {length} bytes")
-    try:
-        header = json.loads(file.read(length))
-    except (ValueError, RecursionError):
-        raise CannotRun(f"{path} is no .safetensors file: its header is not JSON") from None
-    if not isinstance(header, dict):
-        raise CannotRun(f"{path} is no .safetensors file: its header is no JSON object")
-    header.pop("__metadata__", None)
-    try:
-        entries = {name: _Entry(e["dtype"], e["shape"], *e["data_offsets"]) for name, e in header.items()}
-        sound = all(isinstance(e.dtype, str) and 0 <= e.begin <= e.end for e in entries.values())
-        sound = sound and all(isinstance(size, int) for e in entries.values() for size in e.shape)
-    except (TypeError, KeyError):
-        sound = False
-    if not sound:
-        raise CannotRun(f"{path} is no .safetensors file: its header does not say what its tensors are")
-    return entries
+def of_module(name: str, t: Tensor) -> Stored:
+    """A weight that a module holds."""
 
+    def read() -> Tensor:
+        if t.layout is torch.strided and not t.is_quantized and t.untyped_storage().nbytes() < t.element_size():
+            raise ValueError("its storage was freed")
+        return t.detach()
 
-def read_gguf(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The norms' weights in a GGUF file, and its fields of one value."""
-    require("demo", "gguf")
-    import numpy as np
-    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
-
-    class Reader(GGUFReader):
-        """Says when a file is shorter than it says, where its base goes on with nothing."""
-
-        def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **others: Any) -> Any:
-            if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
-                raise ValueError(f"it is cut short, after {len(self.data)} bytes")
-            return super()._get(offset, dtype, count, *more, **others)
-
-    try:
-        reader = Reader(str(path))
-        single = {key: field for key, field in reader.fields.items() if GGUFValueType.ARRAY not in field.types[:1]}
-        fields = {key: field.contents() for key, field in single.items()}
-        tensors = {}
-        for name in norm_weights({t.name: list(map(int, t.shape)) for t in reader.tensors}):
-            (t,) = (t for t in reader.tensors if t.name == name)
-            data = torch.from_numpy(t.data.copy())
-            if t.tensor_type == GGMLQuantizationType.BF16:
-                data = data.view(torch.bfloat16)
-            if data.is_floating_point():
-                tensors[name] = data
-    except Exception as error:  # a damaged file has it fail in any way
-        raise CannotRun(f"{path} cannot be read as GGUF: {str(error) or type(error).__name__}") from None
-    return tensors, fields
+    return Stored(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), read)

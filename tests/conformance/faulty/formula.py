@@ -1,8 +1,6 @@
-"""RMSNorms with one fault each, of the kinds found in public, and right ones beside them."""
+"""RMSNorms that compute something else, of the kinds found in public, and right ones beside them."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -257,54 +255,3 @@ def other_results_compiled(x, weight, eps=1e-6):
 
 def other_sum_for_more_threads(x, weight, eps=1e-6):
     return _summed(x, weight, eps, torch.get_num_threads())
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A faulty norm, the checks that must name it, what the first of them says, and those that may fail with it."""
-
-    norm: Callable
-    named: tuple[str, ...]
-    says: str
-    consequences: tuple[str, ...] = ()
-
-
-_DX = ("dx-float32", "dx-bfloat16", "dx-float16")
-_DWEIGHT = ("dweight-float32", "dweight-bfloat16", "dweight-float16")
-FAULTS = (
-    Fault(eps_outside_the_root, ("eps",), "(sqrt(mean(x^2)) + 1e-05)"),
-    Fault(eps_as_a_clamp, ("eps",), "max(sqrt(mean(x^2)), 1e-05)"),
-    Fault(eps_ignored, ("eps",), "given an eps of 1e-05 it uses 1e-06"),
-    Fault(eps_in_float16, ("eps",), "eps is rounded to float16"),
-    Fault(eps_text_unused, ("eps-text",), "accepted and not used"),
-    Fault(
-        variance_in_16_bits,
-        ("row-factor-bfloat16", "row-factor-float16"),
-        "its variance, or the root of it, is rounded to 16 bits",
-        ("accuracy-bfloat16", "accuracy-float16", "range-float16"),
-    ),
-    Fault(squares_overflow_float16, ("range-float16",), "their squares overflow", ("accuracy-float16",)),
-    Fault(offset_dropped, ("weight-offset",), "nothing is added"),
-    Fault(offset_added_in_16_bits, ("weight-offset",), "it is added in 16 bits"),
-    Fault(truncating_stores, ("row-factor-bfloat16",), "stores truncate, towards zero"),
-    Fault(dweight_summed_in_bfloat16, _DWEIGHT[1:], "it is summed in 16 bits"),
-    Fault(dx_without_projection, _DX, "dx lacks its second term"),
-    Fault(no_gradient_of_the_weight, _DWEIGHT, "the weight gets no gradient"),
-    Fault(graph_cut, (*_DX, *_DWEIGHT), "silently stops learning"),
-    Fault(dy_overwritten, ("inputs-unchanged",), "its backward overwrites dy"),
-    Fault(overwrites_its_input_in_float32, ("inputs-unchanged",), "overwrites its input in float32"),
-    Fault(statistics_of_neighbours, ("shapes",), "wrong for 130x64, 1025x64", (*_DX, *_DWEIGHT)),
-    Fault(ignores_strides, ("strides",), "strides are ignored"),
-    Fault(dy_strides_ignored, ("strides",), "transposed (dy)"),
-    Fault(reads_beyond_its_rows, ("surroundings",), "shows in the result"),
-    Fault(writes_beyond_its_rows, ("surroundings",), "writes to memory"),
-    Fault(swallows_nan, ("nan-inf",), "does not make the whole row NaN"),
-    Fault(nan_spreads_to_other_rows, ("nan-inf",), "shows in others"),
-    Fault(not_repeatable, ("repeatable",), "differs from run to run"),
-    Fault(always_float32, ("result-dtype",), "returns float32"),
-    Fault(reads_float32_weights_as_16_bits, ("result-dtype",), "for bf16 with a weight in f32"),
-    Fault(follows_autocast, ("autocast",), "gives bfloat16"),
-    Fault(mean_over_a_padded_width, ("widths",), "as if the mean were taken over 4 elements"),
-    Fault(forgets_the_tail, ("widths",), "wrong for rows of 15, 17"),
-    Fault(cannot_be_empty, ("empty",), "no rows raises RuntimeError"),
-)
