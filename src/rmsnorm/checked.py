@@ -112,10 +112,10 @@ def rms_norm_keeping_y(
     normalized_shape: Sequence[int],
 ) -> Tensor:
     """`rms_norm` for modules with memory_efficient=True."""
-    options = {"weight_offset": weight_offset, "rounding": rounding}
+    options: Any = {"weight_offset": weight_offset, "rounding": rounding}
     if is_proxy(x):
         options |= {"normalized_shape": normalized_shape}
-        return handle_torch_function(rms_norm_keeping_y, (x,), x, weight, eps, **options)  # type: ignore[no-any-return]
+        return handle_torch_function(rms_norm_keeping_y, (x,), x, weight, eps, **options)
     return normalize(x, None, None, weight, spec_of(x, eps, **options), normalized_shape, memory_efficient=True)[0]
 
 

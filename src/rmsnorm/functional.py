@@ -195,7 +195,7 @@ def add_rms_norm(
     options |= {"sum": sum, "alpha": alpha}
     if checked.is_proxy(x):
         options |= {"normalized_shape": normalized_shape}
-        return handle_torch_function(add_rms_norm, (x,), x, residual, weight, eps, **options)  # type: ignore[no-any-return]
+        return handle_torch_function(add_rms_norm, (x,), x, residual, weight, eps, **options)
     spec = checked.spec_of(x, eps, **options)
     checks.check_residual(residual, x)  # also None, which is no residual below
     y, h = checked.normalize(x, residual, None, weight, spec, normalized_shape)
@@ -270,7 +270,7 @@ def gated_rms_norm(
     options |= {"activation": activation, "norm_before_gate": norm_before_gate}
     if checked.is_proxy(x):
         options |= {"normalized_shape": normalized_shape, "out": out}
-        return handle_torch_function(gated_rms_norm, (x,), x, gate, weight, eps, **options)  # type: ignore[no-any-return]
+        return handle_torch_function(gated_rms_norm, (x,), x, gate, weight, eps, **options)
     spec = checked.spec_of(x, eps, **options)
     if out is not None:
         return checked.write_out(out, x, gate, weight, spec, normalized_shape)

@@ -140,6 +140,7 @@ class RMSNorm(Norm):
     sum: str
     alpha: float
     memory_efficient: bool
+    sequence_parallel: bool
     _defaults: ClassVar[dict[str, Any]] = {
         "elementwise_affine": True,
         "weight_offset": 0.0,

@@ -31,10 +31,10 @@ def normalize(
     x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, spec: NormSpec
 ) -> tuple[Tensor, Tensor | None]:
     """y, and h when there is a residual, as DTensors sharded as x."""
-    x, residual, gate, weight = _all_distributed({"x": x, "residual": residual, "gate": gate, "weight": weight})
-    assert x is not None  # noqa: S101 - for the type checker
-    if any(p.is_shard(x.dim() - 1) for p in x.placements):
-        return _normalize_split(x, residual, gate, weight, spec)
+    tensors: Any = _all_distributed({"x": x, "residual": residual, "gate": gate, "weight": weight})
+    if any(p.is_shard(x.dim() - 1) for p in tensors[0].placements):
+        return _normalize_split(tensors, spec)
+    x, residual, gate, weight = tensors
     # Always through autograd: what needs no gradient saves nothing.
     results = autograd.Norm.apply(x, residual, gate, weight, spec)
     return (results, None) if residual is None else results
@@ -153,9 +153,8 @@ operators.distributed = SimpleNamespace(
 # ---------------------------------------------------------------- rows in pieces on several ranks
 
 
-def _normalize_split(
-    x: DTensor, residual: DTensor | None, gate: DTensor | None, weight: DTensor | None, spec: NormSpec
-) -> tuple[Tensor, Tensor | None]:
+def _normalize_split(tensors: Any, spec: NormSpec) -> tuple[Any, Any]:
+    x, residual, gate, weight = tensors
     mesh, last = x.device_mesh, x.dim() - 1
     placements = [p if type(p) is Shard else Replicate() for p in x.placements]
     cut = [p.is_shard(last) for p in placements]
@@ -163,9 +162,9 @@ def _normalize_split(
         # Groups that lie on two ranks: each rank gets the whole row.
         whole = [Replicate() if is_cut else p for is_cut, p in zip(cut, placements, strict=True)]
         x, residual, gate = (None if t is None else t.redistribute(placements=whole) for t in (x, residual, gate))
-        results = normalize(x, residual, gate, weight, spec)
+        results = normalize(x, residual, gate, weight, spec)  # type: ignore[arg-type]
         y, h = (None if t is None else t.redistribute(placements=placements) for t in results)  # type: ignore[attr-defined]
-        return y, h  # type: ignore[return-value]
+        return y, h
     process_groups = [mesh.get_group(dim) for dim, is_cut in enumerate(cut) if is_cut]
     rows = WHOLE_ROWS if spec.group_size else AllReduced(x.shape[-1], process_groups)
 
@@ -184,7 +183,7 @@ def _normalize_split(
 def _whole_groups(cols: int, group_size: int, mesh: Any, cut: list[bool]) -> bool:
     """Whether no group of the row lies on two ranks."""
     ranks = math.prod([mesh.size(dim) for dim, is_cut in enumerate(cut) if is_cut])
-    return cols % (ranks * group_size) == 0
+    return bool(cols % (ranks * group_size) == 0)
 
 
 def _distributed(local: Tensor, mesh: Any, placements: Sequence[Placement], shape: torch.Size) -> DTensor:

@@ -74,11 +74,12 @@ def gradients(
     add: Callable[[Tensor], Tensor]
     if _are_subtrees(x.shape, inner, cuts):
         # What the kernel makes of each run of rows that are neighbours in the whole is a node of one process's tree.
-        runs = zip(*(_runs(t, inner) for t in (dy, x, gate, rstd, dh)), strict=False)
-        found = [doors.backward(*run[:4], weight, run[4], spec, needed) for run in runs]
-        dx, dgate = (_joined([f[i] for f in found], x.shape) for i in range(2))
+        runs: Any = zip(*(_runs(t, inner) for t in (dy, x, gate, rstd, dh)), strict=False)
+        shape = x.shape
+        found = [doors.backward(dy, x, gate, rstd, weight, dh, spec, needed) for dy, x, gate, rstd, dh in runs]
+        dx, dgate = (_joined([f[i] for f in found], shape) for i in range(2))
         part, add = torch.stack([f[2] for f in found]).view(*outer, 1, -1), add_in_pairs  # type: ignore[misc]
-        cuts = [cut.of_runs(x.shape[inner]) if cut.dim == inner else cut for cut in cuts]
+        cuts = [cut.of_runs(shape[inner]) if cut.dim == inner else cut for cut in cuts]
     else:
         dx, dgate, _ = doors.backward(dy, x, gate, rstd, weight, dh, spec, (need_dx, need_dgate, False))
         part, add = reference.input_gradients(dy, x, gate, rstd, weight, None, spec)[2], sum_rows

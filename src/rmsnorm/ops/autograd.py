@@ -150,6 +150,7 @@ def _gradients(
 ) -> Gradients:
     """dx, dgate and dweight: from the kernel, in a way that can be differentiated again where that is wanted."""
     x, gate, weight, rstd = saved
+    found: Gradients
     again = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     if again and rebuilt_dtype is not None:
         # y depends on x and weight: a derivative of what is rebuilt from it would not be one of the input.
