@@ -1,4 +1,4 @@
-// The backward of rows, and x rebuilt from y, over the vocabulary of one instruction set.
+// The backward of rows without a gate, and x rebuilt from y, over the vocabulary of one instruction set.
 #pragma once
 
 #include "estimate.h"
@@ -21,7 +21,7 @@ ProductSum sum_products(const Backward& b, int64_t r, int log_cols) {
     const char* dy_later = reinterpret_cast<const char*>(row<DY>(b.dy, later));
     const char* x_later = reinterpret_cast<const char*>(row<X>(b.x, later));
     const char* write_after = reinterpret_cast<const char*>(row<X>(b.dx, r));
-    const float* gain = b.gain;
+    const float* gain = b.gain.given ? b.gain.data : nullptr;
     return sum_products(b.cols, log_cols, [=](int64_t i, int64_t n) {
         constexpr int64_t dy_size = sizeof(DY), x_size = sizeof(X);
         if (n == N) {
@@ -44,7 +44,7 @@ RMSNORM_NOINLINE double fixed_sum_of_products(const Backward& b, int64_t r, floa
     for (int64_t i = 0; i < b.cols; i += N) {
         const int64_t n = b.cols - i < N ? b.cols - i : N;
         const F32 u = load(dy + i, n);
-        store(b.scratch + i, b.gain ? mul(u, load(b.gain + i, n)) : u, n);
+        store(b.scratch + i, b.gain.given ? mul(u, load(b.gain.data + i, n)) : u, n);
     }
     return fixed_sum_of_products(b.scratch, row<X>(b.x, r), b.cols, u_max, x_max);
 }
@@ -60,11 +60,11 @@ void finish_rows(const Backward& b, int64_t r0, const float* k) {
     for (int64_t r = 0; r < count; ++r) {
         x[r] = row<X>(b.x, r0 + r), dy[r] = row<DY>(b.dy, r0 + r), dx[r] = row<X>(b.dx, r0 + r);
         dh[r] = row<X>(b.dh, r0 + r);
-        rstd[r] = set(b.rstd[(r0 + r) * b.groups]), slope[r] = set(k[r]);
+        rstd[r] = set(b.rstd.data[(r0 + r) * b.groups]), slope[r] = set(k[r]);
     }
-    const bool want_dx = b.dx.data, want_dweight = b.dweight, add_dh = b.dh.data;
-    const float* const gains = b.gain;
-    float* const dweight = b.dweight;
+    const bool want_dx = b.dx.given, want_dweight = b.dweight.given, add_dh = b.dh.given;
+    const float* const gains = b.gain.given ? b.gain.data : nullptr;
+    float* const dweight = b.dweight.data;
     const int64_t cols = b.cols;
     auto dx_of = [&](int64_t r, F32 x_hat, F32 u) { return mul(rstd[r], sub(u, mul(x_hat, slope[r]))); };
     int64_t i = 0;
@@ -109,8 +109,8 @@ template <class DY, class X>
 void backward_group(const Backward& b, int64_t r0, int64_t rows, int log_cols) {
     const double reciprocal = 1.0 / double(b.cols);
     float k[backward_batch] = {};
-    for (int64_t r = 0; r < rows && b.dx.data; ++r) {
-        const double rstd = double(b.rstd[(r0 + r) * b.groups]);
+    for (int64_t r = 0; r < rows && b.dx.given; ++r) {
+        const double rstd = double(b.rstd.data[(r0 + r) * b.groups]);
         auto k_of = [&](double c) { return float(rstd * c * reciprocal); };
         const ProductSum c = sum_products<DY, X>(b, r0 + r, log_cols);
         k[r] = k_of(c.sum.low);
@@ -123,22 +123,24 @@ void backward_group(const Backward& b, int64_t r0, int64_t rows, int log_cols) {
         for (int64_t r = 0; r < rows; ++r) finish_rows<DY, X, 1>(b, r0 + r, k + r);
 }
 
+// The columns from one on.
+inline void skip(Rows& rows, int64_t cols) {
+    if (rows.given) rows.data = static_cast<char*>(rows.data) + cols * rmsnorm::size_of(rows.dtype);
+}
+inline void skip(Vector& values, int64_t count) {
+    if (values.given) values.data += count;
+}
+
 template <class DY, class X>
 void backward_rows(const Backward& b) {
     const int log_cols = ceil_log2(b.cols);
-    auto skip = [&](Rows& rows, int64_t size) {
-        if (rows.data) rows.data = static_cast<char*>(rows.data) + b.cols * size;
-    };
     for (int64_t r0 = 0; r0 < b.rows; r0 += backward_batch) {
         Backward part = b;
         for (int64_t g = 0; g < b.groups; ++g) {
             backward_group<DY, X>(part, r0, b.rows - r0 < backward_batch ? b.rows - r0 : backward_batch,
                                   log_cols);
-            skip(part.dy, sizeof(DY)), skip(part.x, sizeof(X));
-            skip(part.dh, sizeof(X)), skip(part.dx, sizeof(X));
-            ++part.rstd;
-            if (b.gain) part.gain += b.cols;
-            if (b.dweight) part.dweight += b.cols;
+            skip(part.dy, b.cols), skip(part.x, b.cols), skip(part.dh, b.cols), skip(part.dx, b.cols);
+            skip(part.gain, b.cols), skip(part.dweight, b.cols), skip(part.rstd, 1);
         }
     }
 }
@@ -148,17 +150,17 @@ void rebuild_rows(const Rebuild& f) {
     for (int64_t r = 0; r < f.rows; ++r) {
         const Y* y = row<Y>(f.y, r);
         X* x = row<X>(f.x, r);
-        if (f.rstd[r] != f.rstd[r]) {
+        if (f.rstd.data[r] != f.rstd.data[r]) {
             fill_nan(x, f.cols);
             continue;
         }
-        F32 rstd = set(f.rstd[r]);
+        F32 rstd = set(f.rstd.data[r]);
         Bits m = no_bits();
         for (int64_t i = 0; i < f.cols; i += N) {
             int64_t n = f.cols - i < N ? f.cols - i : N;
             F32 v = load(y + i, n);
             if (sizeof(Y) == 4) m = max_bits(m, v);
-            if (f.gain) v = div(v, load(f.gain + i, n));
+            if (f.gain.given) v = div(v, load(f.gain.data + i, n));
             store(x + i, div(v, rstd), n);
         }
         // A y of our own has no NaN with low fraction bits, but this one is given: see scale_row.

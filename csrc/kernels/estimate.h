@@ -20,12 +20,13 @@ inline bool settled(float low, float high) {
     return __builtin_expect(low == high && bits_of(low) == bits_of(high), 1);
 }
 
-// No square is larger than the largest of the partial sums that are kept apart: one per lane and stretch.
-constexpr int64_t stretch = 4096;
+// No square is larger than the largest of the partial sums that are kept apart: one per lane and block of
+// columns.
+constexpr int64_t block_cols = 4096;
 
-// How many Wide<T> hold 2N doubles.
+// Accumulators of T that hold 2N doubles.
 template <class T>
-constexpr int wides = 2 * N * 8 / int(sizeof(Wide<T>));
+constexpr int accumulators = 2 * N * 8 / int(sizeof(Accumulator<T>));
 
 template <class V, class Op>
 V fold(const V (&v)[4], Op op) {
@@ -41,25 +42,25 @@ V fold(const V (&v)[8], Op op) {
 template <class T, class At>
 RMSNORM_INLINE Interval sum_squares(int64_t cols, int log_cols, At at) {
     constexpr int64_t step = 8 * N / int64_t(sizeof(T));  // as many bytes as 2N floats
-    Wide<T> total{}, largest{};
+    Accumulator<T> total{}, largest{};
     int64_t i = 0;
     do {
-        const int64_t end = cols - i < stretch ? cols : i + stretch;
-        Wide<T> sums[wides<T>] = {}, v[wides<T>];
+        const int64_t end = cols - i < block_cols ? cols : i + block_cols;
+        Accumulator<T> sums[accumulators<T>] = {}, v[accumulators<T>];
         for (; i + step <= end; i += step) {
             const T* x = at(i, step);
 #pragma GCC unroll 2
             for (int64_t part = 0; part < step; part += 2 * N) {
-                load_wide(x + part, v);
-                for (int k = 0; k < wides<T>; ++k) sums[k] = fma(v[k], v[k], sums[k]);
+                load_widened(x + part, v);
+                for (int k = 0; k < accumulators<T>; ++k) sums[k] = fma(v[k], v[k], sums[k]);
             }
         }
         for (; i < end; i += N) {
             const int64_t n = end - i < N ? end - i : N;
             const T* x = at(i, n);
-            Wide<T> w[wides<T> / 2];
+            Accumulator<T> w[accumulators<T> / 2];
             widen(n == N ? load(x) : load(x, n), w);
-            for (int k = 0; k < wides<T> / 2; ++k) sums[k] = fma(w[k], w[k], sums[k]);
+            for (int k = 0; k < accumulators<T> / 2; ++k) sums[k] = fma(w[k], w[k], sums[k]);
         }
         total = add(total, fold(sums, [](auto a, auto b) { return add(a, b); }));
         largest = max(largest, fold(sums, [](auto a, auto b) { return max(a, b); }));
@@ -78,13 +79,17 @@ struct ProductSum {
 };
 
 // The sum of u * x, as float32 products and what their rounding left: cheaper than to widen both factors.
-// at(i, n) gives n <= N of both. Both ends are NaN where a factor or a product is not finite.
+// at(i, n) gives n <= N of both. Both ends are NaN, which is never settled, where a factor or the sum is not
+// finite: where a product leaves float32, or where so many rests of the largest products meet in one lane
+// that their sum does. A rest is at most 2^103, and what two lanes join has n / N of them: that takes 2^25 N
+// elements, which is 2^27 or more.
 template <class At>
 RMSNORM_INLINE ProductSum sum_products(int64_t cols, int log_cols, At at) {
+    const double nan = __builtin_nan("");
     F64 sums[4] = {set64(0), set64(0), set64(0), set64(0)}, v[2];
     F32 rests[2] = {set(0), set(0)};
     Bits u_bits = no_bits(), x_bits = no_bits();
-    auto see = [&](Factors f, int k) {
+    auto accumulate = [&](Factors f, int k) {
         u_bits = max_bits(u_bits, f.u);
         x_bits = max_bits(x_bits, f.x);
         const F32 product = mul(f.u, f.x);
@@ -95,14 +100,16 @@ RMSNORM_INLINE ProductSum sum_products(int64_t cols, int log_cols, At at) {
     };
     int64_t i = 0;
     for (; i + 2 * N <= cols; i += 2 * N) {
-        see(at(i, N), 0);
-        see(at(i + N, N), 1);
+        accumulate(at(i, N), 0);
+        accumulate(at(i + N, N), 1);
     }
-    for (; i < cols; i += N) see(at(i, cols - i < N ? cols - i : N), 0);
+    for (; i < cols; i += N) accumulate(at(i, cols - i < N ? cols - i : N), 0);
     widen(add(rests[0], rests[1]), v);
     const double sum = total(add(fold(sums, [](F64 a, F64 b) { return add(a, b); }), add(v[0], v[1])));
     const float u_max = largest(u_bits, float{}), x_max = largest(x_bits, float{});
-    if (!(u_max > 0 && x_max > 0 && finite(u_max) && finite(x_max))) return {{sum, sum}, u_max, x_max};
+    // Of zeros the sum is exact.
+    if (!(finite(u_max) && finite(x_max) && sum - sum == 0)) return {{nan, nan}, u_max, x_max};
+    if (u_max == 0 || x_max == 0) return {{sum, sum}, u_max, x_max};
     const double n = double(cols),
                  floors = n * power_of_two(exponent_of(u_max) + exponent_of(x_max) + log_cols - 51),
                  rounding = floors * (2.5 / N + 16 / n) + n * power_of_two(-148);

@@ -18,6 +18,7 @@
 namespace {
 
 using rmsnorm::Rows;
+using rmsnorm::Vector;
 
 template <class T>
 T* row(Rows rows, int64_t index) {
@@ -25,8 +26,9 @@ T* row(Rows rows, int64_t index) {
 }
 
 // The rows from one on.
-inline Rows from(Rows rows, int64_t row, rmsnorm::Dtype dtype) {
-    if (rows.data) rows.data = static_cast<char*>(rows.data) + row * rows.stride * rmsnorm::size_of(dtype);
+inline Rows from(Rows rows, int64_t row) {
+    if (rows.given)
+        rows.data = static_cast<char*>(rows.data) + row * rows.stride * rmsnorm::size_of(rows.dtype);
     return rows;
 }
 

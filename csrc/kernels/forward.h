@@ -1,18 +1,24 @@
-// The forward of rows, plain and with a residual, over the vocabulary of one instruction set.
+// The forward of rows over the vocabulary of one instruction set: statistics and scale, between what stages.h
+// does before and after.
 #pragma once
 
 #include "estimate.h"
 
 namespace {
 
+using rmsnorm::Dtype;
 using rmsnorm::Forward;
 
-// Short rows go through each step together, so that the scalar work of one hides behind that of the others.
-constexpr int64_t forward_batch = 4;
-constexpr int64_t forward_batch_bytes = 6144;
+// Writes u of a row where it is not x itself, and gives its sum of squares.
+using Before = Interval (*)(const Forward& f, int64_t r, void* u, int log_cols);
+// Writes the columns of y from `begin` on, given `count` columns of n.
+using After = void (*)(const Forward& f, int64_t r, int64_t begin, int64_t count, const float* n);
 
-// The sum of squares of a row, while memory is kept busy with the first half of a row that is read later, the
-// rest of which scale_row prefetches, and with where y goes, unless that is past the cache.
+// Stages work on pieces of a row, which stay in the first-level cache.
+constexpr int64_t piece_cols = 512;
+
+// The sum of squares of x. Memory is kept busy meanwhile: with the first half of a row that is read later,
+// the rest of which scale_row prefetches, and with where y goes, unless y bypasses the cache.
 template <class X, class Y>
 RMSNORM_INLINE Interval read_row(const X* x, int64_t cols, int log_cols, const X* read_later,
                                  const Y* write_after) {
@@ -25,101 +31,99 @@ RMSNORM_INLINE Interval read_row(const X* x, int64_t cols, int log_cols, const X
     });
 }
 
-// h = x + residual, and its sum of squares. In 16 bits both loops are limited by the conversions of their
-// elements, and are faster one after the other, on pieces that stay in the nearest cache.
-template <class X>
-Interval add_row(const X* x, const X* residual, X* h, int64_t cols, int log_cols) {
-    constexpr int64_t piece = sizeof(X) == 4 ? 2 * N : 512;
-    return sum_squares<X>(cols, log_cols, [=](int64_t i, int64_t) {
-        int64_t j = i;
-        const int64_t end = i % piece ? i : cols - i < piece ? cols : i + piece;
-        for (; j + 2 * N <= end; j += 2 * N)
-            store2(h + j, add(load(x + j), load(residual + j)), add(load(x + j + N), load(residual + j + N)));
-        for (; j < end; j += N) {
-            const int64_t n = end - j < N ? end - j : N;
-            store(h + j, add(load(x + j, n), load(residual + j, n)), n);
-        }
-        return static_cast<const X*>(h + i);
-    });
-}
-
 template <class T>
 void fill_nan(T* p, int64_t cols) {
     for (int64_t i = 0; i < cols; ++i) set_nan(p[i]);
 }
 
-template <class XHat, class X>
-F32 normalized(const X* x, F32 rstd) {
-    return round_to(mul(load(x), rstd), XHat{});
+template <class XHat, class U>
+F32 normalized(const U* u, F32 rstd) {
+    return round_to(mul(load(u), rstd), XHat{});
 }
 
-// y = x * rstd * gain, past the cache if `stream`; the second half of the row `read_later` is prefetched.
-template <class X, class Y, class XHat, bool stream>
-void scale_row(const X* x, float rstd, const float* gain, Y* y, int64_t cols, const X* read_later) {
+// y = u * rstd * gain; the second half of the row `read_later` is prefetched.
+template <class U, class Y, class XHat, bool nontemporal>
+void scale_row(const U* u, float rstd, const float* gain, Y* y, int64_t cols, const U* read_later) {
     // A NaN with low fraction bits could carry into the sign when it is rounded to bfloat16.
     if (rstd != rstd) return fill_nan(y, cols);
     F32 scale = set(rstd);
     int64_t i = 0;
     for (; i + 2 * N <= cols; i += 2 * N) {
-        F32 a = normalized<XHat>(x + i, scale), b = normalized<XHat>(x + i + N, scale);
+        F32 a = normalized<XHat>(u + i, scale), b = normalized<XHat>(u + i + N, scale);
         if (gain) a = mul(a, load(gain + i)), b = mul(b, load(gain + i + N));
-        if (sizeof(X) == 4 || i & (2 * N))
-            prefetch(reinterpret_cast<const char*>(read_later) + (cols + i) * int64_t(sizeof(X)) / 2);
-        if (stream)
-            stream2(y + i, a, b);
+        if (sizeof(U) == 4 || i & (2 * N))
+            prefetch(reinterpret_cast<const char*>(read_later) + (cols + i) * int64_t(sizeof(U)) / 2);
+        if (nontemporal)
+            store2_nontemporal(y + i, a, b);
         else
             store2(y + i, a, b);
     }
     for (; i < cols; i += N) {
         int64_t n = cols - i < N ? cols - i : N;
-        F32 v = round_to(mul(load(x + i, n), scale), XHat{});
+        F32 v = round_to(mul(load(u + i, n), scale), XHat{});
         store(y + i, gain ? mul(v, load(gain + i, n)) : v, n);
     }
 }
 
-// Each group a row: kernels.cpp sees to that.
-template <class X, class Y, class XHat>
-void forward_rows(const Forward& f) {
-    const bool fused = f.residual.data;
-    const Rows h = fused ? f.h : f.x;
+// n in pieces of float32, which `after` makes y of.
+template <class U, class XHat>
+RMSNORM_NOINLINE void scale_row_for(After after, const Forward& f, int64_t r, const U* u, float rstd,
+                                    const float* gain) {
+    alignas(64) float n[piece_cols];
+    for (int64_t i = 0; i < f.cols; i += piece_cols) {
+        const int64_t count = f.cols - i < piece_cols ? f.cols - i : piece_cols;
+        scale_row<U, float, XHat, false>(u + i, rstd, gain ? gain + i : nullptr, n, count, u + i);
+        after(f, r, i, count, n);
+    }
+}
+
+// Each group is a row: kernels.cpp sees to that. Without a stage before, U is x's type; with one after, Y is
+// float.
+template <class U, class Y, class XHat>
+void forward_rows(const Forward& f, Before before, After after) {
+    const bool in_scratch = rmsnorm::keeps_u(f);
+    const Rows u = in_scratch ? Rows{f.scratch, f.cols, Dtype::f32, true} : f.residual.given ? f.h : f.x;
     const int log_cols = ceil_log2(f.cols);
     const double reciprocal = 1.0 / double(f.cols);
-    int64_t batch = forward_batch_bytes / (f.cols * int64_t(sizeof(X)));
-    batch = batch < 1 ? 1 : batch > forward_batch ? forward_batch : batch;
+    const int64_t batch = rmsnorm::rows_together(f.cols, sizeof(U));
     auto rstd_of = [&](double sum) { return float(1.0 / __builtin_sqrt(sum * reciprocal + f.eps)); };
 
-    Interval sum[forward_batch] = {};
-    float rstd[forward_batch], least[forward_batch];
+    constexpr int64_t most = rmsnorm::forward_batch;
+    Interval sum[most] = {};
+    float rstd[most], least[most];
     for (int64_t r0 = 0; r0 < f.rows; r0 += batch) {
         const int64_t rows = f.rows - r0 < batch ? f.rows - r0 : batch;
-        auto read_later = [&](int64_t r) { return row<X>(f.x, r + batch < f.rows ? r + batch : r); };
-        for (int64_t r = 0; r < rows; ++r) {
-            const X* x = row<X>(f.x, r0 + r);
-            sum[r] = fused ? add_row(x, row<X>(f.residual, r0 + r), row<X>(h, r0 + r), f.cols, log_cols)
-                           : read_row(x, f.cols, log_cols, read_later(r0 + r),
-                                      f.stream ? nullptr : row<Y>(f.y, r0 + r));
-        }
+        auto u_of = [&](int64_t r) { return row<U>(u, in_scratch ? r : r0 + r); };
+        auto read_later = [&](int64_t r) -> const U* {
+            if (in_scratch || rmsnorm::size_of(f.x.dtype) != sizeof(U)) return u_of(r);
+            return row<U>(f.x, r0 + r + batch < f.rows ? r0 + r + batch : r0 + r);
+        };
+        for (int64_t r = 0; r < rows; ++r)
+            sum[r] = before ? before(f, r0 + r, u_of(r), log_cols)
+                            : read_row(u_of(r), f.cols, log_cols, read_later(r),
+                                       f.nontemporal || after ? nullptr : row<Y>(f.y, r0 + r));
         // All of a batch, for the sake of a loop of known length.
-        for (int64_t r = 0; r < forward_batch; ++r) {
+        for (int64_t r = 0; r < most; ++r) {
             rstd[r] = rstd_of(sum[r].low);
             least[r] = rstd_of(sum[r].high);
         }
         for (int64_t r = 0; r < rows; ++r)
-            if (!settled(rstd[r], least[r]))
-                rstd[r] = rstd_of(fixed_sum_of_squares(row<X>(h, r0 + r), f.cols));
+            if (!settled(rstd[r], least[r])) rstd[r] = rstd_of(fixed_sum_of_squares(u_of(r), f.cols));
         for (int64_t r = 0; r < rows; ++r) {
-            if (f.rstd) f.rstd[r0 + r] = rstd[r];
-            const X* x = row<X>(h, r0 + r);
-            Y* y = row<Y>(f.y, r0 + r);
-            const float* gain = f.gain;
+            if (f.rstd.given) f.rstd.data[r0 + r] = rstd[r];
+            const float* gain = f.gain.given ? f.gain.data : nullptr;
             if (gain && f.groups > 1) gain += (r0 + r) % f.groups * f.cols;
-            if (f.stream)
-                scale_row<X, Y, XHat, true>(x, rstd[r], gain, y, f.cols, read_later(r0 + r));
+            if (after)
+                scale_row_for<U, XHat>(after, f, r0 + r, u_of(r), rstd[r], gain);
+            else if (f.nontemporal)
+                scale_row<U, Y, XHat, true>(u_of(r), rstd[r], gain, row<Y>(f.y, r0 + r), f.cols,
+                                            read_later(r));
             else
-                scale_row<X, Y, XHat, false>(x, rstd[r], gain, y, f.cols, read_later(r0 + r));
+                scale_row<U, Y, XHat, false>(u_of(r), rstd[r], gain, row<Y>(f.y, r0 + r), f.cols,
+                                             read_later(r));
         }
     }
-    if (f.stream) stream_end();
+    if (f.nontemporal) end_nontemporal();
 }
 
 }  // namespace

@@ -14,13 +14,10 @@
 #include "../vec/vec_portable.h"
 #endif
 
-#include "backward.h"
-#include "forward.h"
-#include "gated.h"
+#include "gated_backward.h"
+#include "stages.h"
 
 namespace {
-
-using rmsnorm::Dtype;
 
 // ---------------------------------------------------------------- the weight
 
@@ -52,63 +49,62 @@ void round_row(const float* values, T* result, int64_t cols) {
 
 // ---------------------------------------------------------------- from dtypes to templates
 
+// Groups as rows, which lie a fixed stride apart where whole rows are adjacent; else a row at a time.
 template <class Call>
-void with_type(Dtype dtype, Call call) {
-    if (dtype == Dtype::f32)
-        call(float{});
-    else if (dtype == Dtype::bf16)
-        call(bf16{});
-    else
-        call(f16{});
+void with_groups_as_rows(const Forward& given, Call call) {
+    Forward f = given;
+    Rows* const all[] = {&f.x, &f.y, &f.residual, &f.h, &f.gate};
+    const int64_t width = f.groups * f.cols;
+    bool adjacent = true;
+    for (Rows* rows : all) adjacent = adjacent && (!rows->given || rows->stride == width);
+    const int64_t at_once = f.groups == 1 || adjacent ? f.rows : 1;
+    for (int64_t r = 0; r < given.rows; r += at_once) {
+        if (f.groups > 1) {
+            f.x = from(given.x, r), f.y = from(given.y, r), f.gate = from(given.gate, r);
+            f.residual = from(given.residual, r), f.h = from(given.h, r);
+            f.rstd = given.rstd;
+            if (f.rstd.given) f.rstd.data += r * f.groups;
+            f.rows = at_once * f.groups;
+            for (Rows* rows : all) rows->stride = f.cols;
+        }
+        call(f);
+    }
 }
 
 void forward(const Forward& given) {
     Ieee arithmetic;
-    Forward f = given;
-    if (f.groups > 1) {  // as rows, which lie a fixed stride apart if whole rows are adjacent
-        const int64_t width = f.groups * f.cols;
-        if (f.rows > 1 && !(f.x.stride == width && f.y.stride == width)) {
-            f.rows = 1;
-            for (int64_t r = 0; r < given.rows; ++r) {
-                f.x = from(given.x, r, f.x_type), f.y = from(given.y, r, f.y_type);
-                if (given.rstd) f.rstd = given.rstd + r * f.groups;
-                forward(f);
-            }
-            return;
-        }
-        f.rows *= f.groups;
-        f.x.stride = f.y.stride = f.cols;
-    }
-    with_type(f.x_type, [&](auto x) {
-        with_type(f.y_type, [&](auto y) {
-            with_type(f.x_hat_type,
-                      [&](auto x_hat) { forward_rows<decltype(x), decltype(y), decltype(x_hat)>(f); });
+    const Before before = before_of(given);
+    const After after = after_of(given);
+    const Dtype u_type = rmsnorm::keeps_u(given) ? Dtype::f32
+                         : given.residual.given  ? given.h.dtype
+                                                 : given.x.dtype;
+    with_groups_as_rows(given, [&](const Forward& f) {
+        with_type(u_type, [&](auto u) {
+            with_type(after ? Dtype::f32 : f.y.dtype, [&](auto y) {
+                with_type(f.x_hat_type, [&](auto x_hat) {
+                    forward_rows<decltype(u), decltype(y), decltype(x_hat)>(f, before, after);
+                });
+            });
         });
     });
 }
 
 void backward(const Backward& b) {
     Ieee arithmetic;
-    with_type(b.dy_type, [&](auto dy) {
-        with_type(b.x_type, [&](auto x) { backward_rows<decltype(dy), decltype(x)>(b); });
+    if (b.gate.given)
+        return with_type(b.x.dtype, [&](auto x) {
+            with_type(b.gate.dtype, [&](auto z) { gated_backward_rows<decltype(x), decltype(z)>(b); });
+        });
+    with_type(b.dy.dtype, [&](auto dy) {
+        with_type(b.x.dtype, [&](auto x) { backward_rows<decltype(dy), decltype(x)>(b); });
     });
 }
 
 void rebuild(const Rebuild& f) {
     Ieee arithmetic;
-    with_type(f.y_type, [&](auto y) {
-        with_type(f.x_type, [&](auto x) { rebuild_rows<decltype(y), decltype(x)>(f); });
+    with_type(f.y.dtype, [&](auto y) {
+        with_type(f.x.dtype, [&](auto x) { rebuild_rows<decltype(y), decltype(x)>(f); });
     });
-}
-
-void gated_forward(const GatedForward& g) {
-    Ieee arithmetic;
-    with_type(g.norm.x_type, [&](auto x) { gated_forward_rows<decltype(x)>(g); });
-}
-
-void gated_backward(const GatedBackward& g) {
-    Ieee arithmetic;
-    with_type(g.norm.x_type, [&](auto x) { gated_backward_rows<decltype(x)>(g); });
 }
 
 void gain(const void* weight, Dtype dtype, double offset, float* result, int64_t cols) {
@@ -131,7 +127,6 @@ void round(const float* values, void* result, Dtype dtype, int64_t cols) {
 namespace rmsnorm {
 
 extern const Kernels RMSNORM_TABLE;  // kernels_<isa>, which isa.cpp knows
-const Kernels RMSNORM_TABLE = {isa_name,       forward, backward,   rebuild, gated_forward,
-                               gated_backward, gain,    accumulate, round};
+const Kernels RMSNORM_TABLE = {isa_name, forward, backward, rebuild, gain, accumulate, round};
 
 }  // namespace rmsnorm

@@ -1,8 +1,7 @@
 // What a set of kernels offers: one table of functions per instruction set, chosen once (isa.cpp).
 //
 // Kernels see pointers, sizes and strides only. Rows are `groups * cols` adjacent elements, each group of
-// `cols` normalised by itself; consecutive rows are a stride apart, counted in elements. A kernel works on
-// the calling thread and allocates nothing.
+// `cols` normalised by itself. A kernel works on the calling thread and allocates nothing.
 #pragma once
 
 #include <cstdint>
@@ -10,74 +9,64 @@
 namespace rmsnorm {
 
 enum class Dtype : int32_t { f32, bf16, f16 };
+enum class Activation : int32_t { silu, sigmoid };
 
-// Each file's own functions, here and below: one that files of different instruction sets share would be
-// merged by the linker.
-namespace {
-inline int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
-}  // namespace
-
-// A stack of rows inside some tensor.
+// A stack of rows inside some tensor, or none: `given` alone says which, never a null pointer.
 struct Rows {
-    void* data;  // null where there are none
-    int64_t stride;
+    void* data;
+    int64_t stride;  // from row to row, in elements
+    Dtype dtype;
+    bool given;
 };
 
-// y = x_hat * gain, or with a residual h = x + residual first and x_hat of h.
+// Float32 values that lie side by side, or none.
+struct Vector {
+    float* data;
+    bool given;
+};
+
+// The four stages of a norm (docs/design.md):
+//
+//   before       u = x, or x + residual, or x * act(gate)
+//   statistics   rstd of each group of u
+//   scale        n = u * rstd, rounded to x_hat_type, * gain
+//   after        y = n, or n rounded to normed_type, * act(gate)
 struct Forward {
-    Rows x, residual, h, y;  // residual and h: both or neither
-    float* rstd;             // one per group, adjacent; may be null
-    const float* gain;       // weight + weight_offset, of a row; null means 1
-    int64_t rows, cols;
-    int64_t groups = 1;  // more than one only without residual
+    Rows x, y;
+    Rows residual, h;  // both or neither; h = t + residual in the residual's dtype
+    Rows gate;         // only without residual; y has x's dtype where the gate comes last
+    Vector rstd;       // one value per group
+    Vector gain;       // weight + weight_offset, of a row; 1 where there is none
+    float* scratch;    // forward_scratch(*this) floats
+    int64_t rows, cols, groups;
     double eps;
-    Dtype x_type, y_type;  // residual and h have x's type
-    Dtype x_hat_type;      // x_hat is rounded to this before the gain; f32 means not at all
-    bool stream;           // y goes past the cache; its groups then start and end at multiples of 64 bytes
+    double alpha;     // t = x * alpha, rounded to x's dtype; t = x where alpha is 1
+    bool exact_sum;   // u is t + residual in float32, not h
+    bool gate_first;  // the gate comes before the norm
+    Activation activation;
+    Dtype x_hat_type, normed_type;  // f32 means not at all
+    bool nontemporal;  // y bypasses the cache; its groups then start and end at multiples of 64 bytes
 };
 
 // Rows of one leaf: dx of each row, and their terms of dweight added to `dweight` in row order.
 struct Backward {
-    Rows dy, x, dh, dx;  // dh may be absent; dx too, when only dweight is wanted; dx may be x
-    const float* rstd;
-    const float* gain;
-    float* dweight;  // a row of sums, continued; may be null
-    float* scratch;  // cols floats
-    int64_t rows, cols;
-    int64_t groups = 1;
-    Dtype dy_type, x_type;  // dh and dx have x's type
+    Rows dy, x;
+    Rows gate;       // dy has x's dtype where the gate comes last
+    Rows dh;         // in x's dtype, only without gate; added to dx before its rounding
+    Rows dx, dgate;  // in x's dtype and in the gate's; dx may be x
+    Vector rstd, gain;
+    Vector dweight;  // a row of sums, continued
+    float* scratch;  // backward_scratch(*this) floats
+    int64_t rows, cols, groups;
+    bool gate_first;
+    Activation activation;
 };
 
-// x = y / gain / rstd: undoes Forward from its output (memory_efficient).
+// x = y / gain / rstd: undoes a plain Forward from its output (memory_efficient).
 struct Rebuild {
     Rows y, x;
-    const float* rstd;
-    const float* gain;
+    Vector rstd, gain;
     int64_t rows, cols;
-    Dtype y_type, x_type;
-};
-
-enum class Activation : int32_t { silu, sigmoid };
-
-// What all gated calls share. act(z) = sigmoid(z), or z * sigmoid(z).
-struct Gate {
-    Rows rows;  // of x's shape and type
-    Activation activation;
-    bool first;      // y = norm(x * act(gate)), else norm(x) * act(gate)
-    float* scratch;  // gate_scratch(groups * cols) floats
-};
-
-struct GatedForward {
-    Forward norm;  // without residual
-    Gate gate;
-    Dtype normed_type;  // gate last: norm(x) is rounded to this before the gate; f32 means not at all
-};
-
-// A gate that comes last leaves dy_type x's.
-struct GatedBackward {
-    Backward norm;  // dx of x, not of what is normalised; without dh
-    Gate gate;
-    Rows dgate;  // in x's type; may be absent
 };
 
 struct Kernels {
@@ -85,18 +74,40 @@ struct Kernels {
     void (*forward)(const Forward&);
     void (*backward)(const Backward&);
     void (*rebuild)(const Rebuild&);
-    void (*gated_forward)(const GatedForward&);
-    void (*gated_backward)(const GatedBackward&);
     void (*gain)(const void* weight, Dtype dtype, double offset, float* gain, int64_t cols);
     void (*accumulate)(const float* terms, float* sums, int64_t cols);  // sums += terms
     void (*round)(const float* values, void* result, Dtype dtype, int64_t cols);
 };
 
-// Rows that go through a gate together, as float32, and the scratch that takes: enough of them that calls do
-// not cost, few enough for the first-level cache, and pairs for the backward.
+// Each file has its own copy of these: the linker would merge copies that files of different instruction sets
+// share.
 namespace {
+
+inline int64_t size_of(Dtype dtype) { return dtype == Dtype::f32 ? 4 : 2; }
+
+// Short rows take each step together, so that the scalar work of one hides behind that of the others.
+constexpr int64_t forward_batch = 4, forward_batch_bytes = 6144;
+inline int64_t rows_together(int64_t cols, int64_t size) {
+    const int64_t rows = forward_batch_bytes / (cols * size);
+    return rows < 1 ? 1 : rows > forward_batch ? forward_batch : rows;
+}
+
+// Whether u is float32 values that lie in none of the tensors.
+inline bool keeps_u(const Forward& f) {
+    return f.gate.given ? f.gate_first : f.residual.given && f.exact_sum && f.h.dtype != Dtype::f32;
+}
+inline int64_t forward_scratch(const Forward& f) {
+    return keeps_u(f) ? rows_together(f.cols, sizeof(float)) * f.cols : 0;
+}
+
+// Rows that go through a gate together in the backward, as float32: enough of them that calls do not cost,
+// few enough for the first-level cache.
 inline int64_t gate_batch(int64_t width) { return width < 2048 ? 4096 / width : 2; }
-inline int64_t gate_scratch(int64_t width) { return 2 * gate_batch(width) * width; }
+inline int64_t backward_scratch(const Backward& b) {
+    const int64_t width = b.groups * b.cols;
+    return b.cols + (b.gate.given ? 2 * gate_batch(width) * width : 0);
+}
+
 }  // namespace
 
 // The table chosen for this process: the best the machine has, or the one RMSNORM_ISA names.

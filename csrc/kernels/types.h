@@ -71,6 +71,15 @@ inline void set_nan(float& v) { v = float_of(0x7fc00000); }
 inline void set_nan(bf16& v) { v.bits = 0x7fc0; }
 inline void set_nan(f16& v) { v.bits = 0x7e00; }
 
+// Whether a NaN of one type can have low fraction bits that carry into the sign when it is rounded to
+// another.
+template <class From, class To>
+constexpr bool can_carry = false;
+template <>
+constexpr bool can_carry<float, bf16> = true;
+template <>
+constexpr bool can_carry<f16, bf16> = true;
+
 // 2^exponent, for normal float64 results
 inline double power_of_two(int exponent) { return double_of(uint64_t(exponent + 1023) << 52); }
 

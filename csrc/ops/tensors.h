@@ -1,6 +1,6 @@
-// What the operators ask of tensors: views of those given, memory for those returned, their dtypes, and the
-// gain of a weight. The operators' files and what they alone include see PyTorch, and only through LibTorch's
-// Stable ABI, so that one build serves every release from 2.10.
+// What the operators ask of tensors: views of those given, and memory for those returned. The operators'
+// files and what they alone include see PyTorch, and only through LibTorch's Stable ABI, so that one build
+// serves every release from 2.10.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -67,7 +67,18 @@ inline ScalarType scalar_type(Dtype dtype) {
     STD_TORCH_CHECK(false, "cannot allocate memory: ", static_cast<int64_t>(mib), " MiB");
 }
 
-// What the operators ask of a tensor, asked once. Its columns are adjacent: others are copied.
+// Elements from the first to the last in memory, the last included.
+inline int64_t extent(int64_t dim, const int64_t* sizes, const int64_t* strides) {
+    int64_t last = 0;
+    for (int64_t d = 0; d < dim; ++d) {
+        if (sizes[d] == 0) return 0;
+        last += (sizes[d] - 1) * strides[d];
+    }
+    return last + 1;
+}
+
+// What the operators ask of a tensor, asked once. Its columns are adjacent: others are copied. `name` is what
+// errors call it.
 struct View {
     Tensor tensor;
     int64_t dim, *sizes, *strides;
@@ -75,9 +86,10 @@ struct View {
     char* data;
     bool copied = false;
 
-    explicit View(const Tensor& given) : tensor(given) {
-        STD_TORCH_CHECK(tensor.is_cpu(), "expected a tensor on the CPU");
-        look();
+    View(const Tensor& given, const char* name) : tensor(given) {
+        STD_TORCH_CHECK(tensor.is_cpu(), "expected ", name, " on the CPU");
+        read_metadata();
+        check_memory(name);
         STD_TORCH_CHECK(dim > 0 && cols() > 0, "expected at least one dimension, the last not empty");
         if (cols() != 1 && strides[dim - 1] != 1) {
             try {
@@ -86,7 +98,7 @@ struct View {
                 no_memory(dim, sizes, tensor.scalar_type());
             }
             copied = true;
-            look();
+            read_metadata();
         }
     }
 
@@ -107,19 +119,23 @@ struct View {
     // Whether the memory between its first and its last element has nothing in common with that of `other`.
     bool apart_from(const View& other) const { return end() <= other.data || other.end() <= data; }
     Rows rows(const Layout::Run& run, int which) const {
-        return {data + run.offset[which] * rmsnorm::size_of(dtype), run.stride[which]};
+        return {data + run.offset[which] * rmsnorm::size_of(dtype), run.stride[which], dtype, true};
     }
 
   private:
-    const char* end() const {
-        int64_t last = 0;
-        for (int64_t d = 0; d < dim; ++d) {
-            if (sizes[d] == 0) return data;
-            last += (sizes[d] - 1) * strides[d];
-        }
-        return data + (last + 1) * rmsnorm::size_of(dtype);
+    const char* end() const { return data + extent(dim, sizes, strides) * rmsnorm::size_of(dtype); }
+    // FSDP and offloading free a tensor's storage, or all but its beginning, and leave its sizes as they
+    // were.
+    void check_memory(const char* name) const {
+        const int64_t elements = extent(dim, sizes, strides);
+        if (elements == 0) return;
+        int64_t bytes, offset;
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.get(), &offset));
+        STD_TORCH_CHECK(bytes >= (offset + elements) * rmsnorm::size_of(dtype), name,
+                        " has no memory: its storage was freed");
     }
-    void look() {
+    void read_metadata() {
         TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dim));
         TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
         TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
@@ -162,7 +178,7 @@ inline View empty_like(const View& x, Dtype dtype) {
     }
     Tensor made = empty(x.dim, x.sizes, strides, scalar_type(dtype));
     ask_for_huge_pages(made, x.numel() * rmsnorm::size_of(dtype));
-    return View(made);
+    return View(made, "result");
 }
 
 // x's shape with one column a group, as float32.
@@ -174,36 +190,6 @@ inline Tensor empty_rstd(const View& x, int64_t groups = 1) {
 }
 
 inline float* floats(const Tensor& t) { return static_cast<float*>(t.data_ptr()); }
-
-enum Rounding : int64_t { once = 0, before_scale = 1, weight_dtype = 2 };  // reference.ROUNDINGS
-
-// reference.result_dtype
-inline Dtype result_dtype(Dtype x, const std::optional<View>& weight, int64_t rounding) {
-    STD_TORCH_CHECK(rounding >= once && rounding <= weight_dtype, "unknown rounding");
-    if (!weight || rounding == once) return x;
-    return rounding == weight_dtype || weight->dtype == x ? weight->dtype : Dtype::f32;
-}
-
-// What x_hat is rounded to before the gain.
-inline Dtype x_hat_dtype(Dtype x, const std::optional<View>& weight, int64_t rounding) {
-    if (rounding == before_scale) return x;
-    return rounding == weight_dtype && weight ? weight->dtype : Dtype::f32;
-}
-
-// Input and output that together exceed this are taken to exceed the last cache. It is the share of one core
-// complex of a current server; what the system reports was seen to be ten times the truth in a virtual
-// machine.
-constexpr int64_t cache_bytes = int64_t(32) << 20;
-
-// Whether y is written past the cache: it would not stay there anyway, and its old contents need not be read.
-// Its rows must begin and end at cache lines.
-inline bool past_the_cache(const View& x, const View& y) {
-    if (x.bytes() + y.bytes() <= cache_bytes || x.data == y.data) return false;
-    const int64_t size = rmsnorm::size_of(y.dtype);
-    bool aligned = reinterpret_cast<uintptr_t>(y.data) % 64 == 0 && y.cols() * size % 64 == 0;
-    for (int64_t d = 0; d < y.dim - 1; ++d) aligned = aligned && y.strides[d] * size % 64 == 0;
-    return aligned;
-}
 
 // Memory for floats, on the stack where they are few.
 class Floats {
@@ -220,30 +206,6 @@ class Floats {
     alignas(64) float here_[inline_count];
     Tensor there_;
     float* data_;
-};
-
-// weight + weight_offset in float32: the weight's own memory where that is the same thing.
-class Gain {
-  public:
-    Gain(const std::optional<View>& weight, double offset, int64_t cols, Dtype y_type) {
-        if (!weight) return;
-        STD_TORCH_CHECK(weight->dim == 1 && weight->cols() == cols,
-                        "weight must have one element per column");
-        // Rounding to bfloat16 needs NaNs cleaned up, which the copy does.
-        if (weight->dtype == Dtype::f32 && offset == 0 && y_type != Dtype::bf16) {
-            values_ = reinterpret_cast<const float*>(weight->data);
-            return;
-        }
-        copy_.emplace(cols);
-        table().gain(weight->data, weight->dtype, offset, copy_->get(), cols);
-        values_ = copy_->get();
-    }
-    Gain(const Gain&) = delete;
-    const float* get() const { return values_; }
-
-  private:
-    std::optional<Floats> copy_;
-    const float* values_ = nullptr;
 };
 
 // A result that is made where it is wanted.
@@ -268,8 +230,8 @@ inline void check_out(const View& out, Dtype dtype, const View& x,
     }
 }
 
-inline std::optional<View> view(const std::optional<Tensor>& t) {
-    return t ? std::optional<View>(std::in_place, *t) : std::nullopt;
+inline std::optional<View> view(const std::optional<Tensor>& t, const char* name) {
+    return t ? std::optional<View>(std::in_place, *t, name) : std::nullopt;
 }
 
 }  // namespace

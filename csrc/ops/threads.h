@@ -26,7 +26,7 @@ inline int64_t leaves_of(int64_t rows) {
 
 // work(begin, end, sums, scratch) for runs of rows; it adds their terms of dweight to `sums`. Runs are the
 // leaves of a binary tree, whose sums are added in pairs (reference.add_in_pairs), and rounded. Where dweight
-// is not wanted, `sums` is null, the runs are what suits the threads, and there is no result.
+// is not wanted there are no sums, the runs are what suits the threads, and there is no result.
 template <class Work>
 Result sum_rows(int64_t rows, int64_t cols, bool need_dweight, Dtype dtype, int64_t scratch_floats,
                 Work work) {
@@ -57,7 +57,7 @@ Result sum_rows(int64_t rows, int64_t cols, bool need_dweight, Dtype dtype, int6
             for (int64_t bits = i; bits; bits &= bits - 1) ++height;
             const int64_t leaf = subtree * subtree_leaves + i;
             std::fill(level(height), level(height) + cols, 0.0f);
-            work(first_row(leaf), first_row(leaf + 1), level(height), scratch);
+            work(first_row(leaf), first_row(leaf + 1), rmsnorm::Vector{level(height), true}, scratch);
             for (int64_t bits = i; bits & 1; bits >>= 1, --height)
                 kernels.accumulate(level(height), level(height - 1), cols);
         }
@@ -67,7 +67,8 @@ Result sum_rows(int64_t rows, int64_t cols, bool need_dweight, Dtype dtype, int6
         float* const above = rooms + task * room;
         float* const scratch = above + levels * sum_cols;
         if (!need_dweight)
-            return work(first_row(begin * subtree_leaves), first_row(end * subtree_leaves), nullptr, scratch);
+            return work(first_row(begin * subtree_leaves), first_row(end * subtree_leaves), rmsnorm::Vector{},
+                        scratch);
         for (int64_t subtree = begin; subtree < end; ++subtree) sum_subtree(subtree, above, scratch);
     };
     if (tasks == 1)

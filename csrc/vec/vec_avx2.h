@@ -86,15 +86,15 @@ void store2(T* p, F32 a, F32 b) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow2(a, b, T{}));
 }
 
-inline void stream2(float* p, F32 a, F32 b) {
+inline void store2_nontemporal(float* p, F32 a, F32 b) {
     _mm256_stream_ps(p, a);
     _mm256_stream_ps(p + N, b);
 }
 template <class T>
-void stream2(T* p, F32 a, F32 b) {
+void store2_nontemporal(T* p, F32 a, F32 b) {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow2(a, b, T{}));
 }
-inline void stream_end() { _mm_sfence(); }
+inline void end_nontemporal() { _mm_sfence(); }
 
 inline F32 round_to(F32 v, float) { return v; }
 inline F32 round_to(F32 v, bf16) {
@@ -102,6 +102,10 @@ inline F32 round_to(F32 v, bf16) {
         _mm256_and_si256(round_bits(v), _mm256_set1_epi32(static_cast<int>(0xffff0000))));
 }
 inline F32 round_to(F32 v, f16) { return widen(narrow(v, f16{}), f16{}); }
+
+inline F32 nan_cleaned(F32 v) {
+    return _mm256_blendv_ps(v, set(float_of(0x7fc00000)), _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+}
 
 inline Bits no_bits() { return _mm256_setzero_si256(); }
 inline Bits max_bits(Bits m, F32 v) {
@@ -161,7 +165,7 @@ inline double total(F64 v) {
 inline F64 fma(F64 a, F64 b, F64 sum) { return _mm256_fmadd_pd(a, b, sum); }
 inline F64 fma_down(F64 a, F64 b, F64 sum) { return fma(a, b, sum); }
 template <class T>
-using Wide = F64;
+using Accumulator = F64;
 inline void widen(F32 v, F64& low, F64& high) {
     low = _mm256_cvtps_pd(_mm256_castps256_ps128(v));
     high = _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1));
@@ -171,17 +175,17 @@ inline F32 narrow(F64 low, F64 high) { return _mm256_set_m128(_mm256_cvtpd_ps(hi
 inline F64 wide4(__m128i lanes) { return _mm256_cvtps_pd(_mm_castsi128_ps(lanes)); }
 
 // 2N elements as four vectors, in any order.
-inline void load_wide(const float* p, F64 (&v)[4]) {
+inline void load_widened(const float* p, F64 (&v)[4]) {
     for (int i = 0; i < 4; ++i) v[i] = _mm256_cvtps_pd(_mm_loadu_ps(p + 4 * i));
 }
-inline void load_wide(const bf16* p, F64 (&v)[4]) {
+inline void load_widened(const bf16* p, F64 (&v)[4]) {
     for (int i = 0; i < 2; ++i) {
         __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + N * i));
         v[2 * i] = wide4(_mm_slli_epi32(words, 16));
         v[2 * i + 1] = wide4(_mm_and_si128(words, _mm_set1_epi32(static_cast<int>(0xffff0000))));
     }
 }
-inline void load_wide(const f16* p, F64 (&v)[4]) {
+inline void load_widened(const f16* p, F64 (&v)[4]) {
     for (int i = 0; i < 2; ++i) widen(load(p + N * i), v[2 * i], v[2 * i + 1]);
 }
 

@@ -64,16 +64,18 @@ void store2(T* p, F32 a, F32 b) {
     store(p + N, b);
 }
 template <class T>
-void stream2(T* p, F32 a, F32 b) {
+void store2_nontemporal(T* p, F32 a, F32 b) {
     store2(p, a, b);
 }
-inline void stream_end() {}
+inline void end_nontemporal() {}
 
 inline F32 round_to(F32 v, float) { return v; }
 inline F32 round_to(F32 v, bf16) {
     return vreinterpretq_f32_u32(vandq_u32(round_bits(v), vdupq_n_u32(0xffff0000)));
 }
 inline F32 round_to(F32 v, f16) { return widen(narrow(v, f16{}), f16{}); }
+
+inline F32 nan_cleaned(F32 v) { return vbslq_f32(vceqq_f32(v, v), v, set(float_of(0x7fc00000))); }
 
 inline Bits no_bits() { return vdupq_n_u32(0); }
 inline Bits max_bits(Bits m, F32 v) { return vmaxq_u32(m, vshlq_n_u32(vreinterpretq_u32_f32(v), 1)); }
@@ -117,7 +119,7 @@ inline double largest(F64 v) { return vmaxvq_f64(v); }
 inline F64 fma(F64 a, F64 b, F64 sum) { return vfmaq_f64(sum, a, b); }
 inline F64 fma_down(F64 a, F64 b, F64 sum) { return fma(a, b, sum); }
 template <class T>
-using Wide = F64;
+using Accumulator = F64;
 inline void widen(F32 v, F64& low, F64& high) {
     low = vcvt_f64_f32(vget_low_f32(v));
     high = vcvt_high_f64_f32(v);
@@ -127,7 +129,7 @@ inline F32 narrow(F64 low, F64 high) { return vcvt_high_f32_f64(vcvt_f32_f64(low
 
 // 2N elements as four vectors, in any order.
 template <class T>
-void load_wide(const T* p, F64 (&v)[4]) {
+void load_widened(const T* p, F64 (&v)[4]) {
     widen(load(p), v[0], v[1]);
     widen(load(p + N), v[2], v[3]);
 }

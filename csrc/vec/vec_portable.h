@@ -1,22 +1,26 @@
 // The vocabulary of the kernels, in plain C++; the other vec_*.h say the same in intrinsics.
 //
-//   N            floats in a vector
-//   F32, F64     N floats; N/2 doubles
-//   Bits         running maximum of magnitudes, kept as integers with the sign bit shifted out: 4 * N bytes
-//   of lanes TowardZero   while one lives, fma_down (and everything else!) rounds toward zero; what runs
-//   under it
-//                is kept to fma_down, exact operations and no inlining (kernels.cpp)
-//   load, store  N elements of float, bf16 or f16 as floats, or the first n <= N of them (the rest 0)
-//   store2       2N elements
-//   stream2      2N elements to an address aligned to 64 bytes, past the cache; stream_end orders them
-//   round_to     to bf16 or f16 and back
-//   fms          a * b - c, rounded once
-//   fma_down     floor-and-accumulate: a * b + sum toward zero, for sums that stay positive
-//   Wide<T>      doubles to sum squares of T in; load_wide has 2N elements as several of them, in any order
-//   clamp        to [-limit, limit]; NaN stays
-//   widen, narrow  N floats as two F64 and back, to nearest
-//   nearest      integer, for magnitudes below 2^51
-//   times_two_to   a * 2^n for an integer n, where no exponent leaves its range
+//   N                    floats in a vector
+//   F32, F64             N floats; N/2 doubles
+//   Bits                 running maximum of magnitudes, kept as integers with the sign bit shifted out: 4N
+//   bytes TowardZero           while one lives, fma_down rounds toward zero, as everything else may: what
+//   runs under it
+//                        keeps to fma_down and exact operations, and is not inlined (fixed_sum.h)
+//   load, store          N elements of float, bf16 or f16 as floats, or the first n <= N of them (the rest 0)
+//   store2               2N elements
+//   store2_nontemporal   2N elements to an address aligned to 64 bytes, which bypass the cache;
+//   end_nontemporal
+//                        orders them
+//   round_to             to bf16 or f16 and back
+//   nan_cleaned          NaN of any payload becomes that of set_nan
+//   fms                  a * b - c, rounded once
+//   fma_down             floor-and-accumulate: a * b + sum toward zero, for sums that stay positive
+//   Accumulator<T>       doubles in which squares of T are summed; load_widened has 2N elements as several of
+//                        them, in any order
+//   clamp                to [-limit, limit]; NaN stays
+//   widen, narrow        N floats as two F64 and back, to nearest
+//   nearest              integer, for magnitudes below 2^51
+//   times_two_to         a * 2^n for an integer n, where no exponent leaves its range
 #pragma once
 
 #include <cmath>
@@ -90,14 +94,20 @@ void store2(T* p, F32 a, F32 b) {
     store(p + N, b);
 }
 template <class T>
-void stream2(T* p, F32 a, F32 b) {
+void store2_nontemporal(T* p, F32 a, F32 b) {
     store2(p, a, b);
 }
-inline void stream_end() {}
+inline void end_nontemporal() {}
 
 template <class T>
 F32 round_to(F32 a, T) {
     for (auto& v : a.v) v = widen_one(narrow_one(v, T{}));
+    return a;
+}
+
+inline F32 nan_cleaned(F32 a) {
+    for (auto& v : a.v)
+        if (v != v) set_nan(v);
     return a;
 }
 
@@ -192,7 +202,7 @@ inline F64 fma(F64 a, F64 b, F64 sum) {
 }
 inline F64 fma_down(F64 a, F64 b, F64 sum) { return fma(a, b, sum); }
 template <class T>
-using Wide = F64;
+using Accumulator = F64;
 inline void widen(F32 a, F64& low, F64& high) {
     for (int64_t i = 0; i < N / 2; ++i) low.v[i] = a.v[i], high.v[i] = a.v[N / 2 + i];
 }
@@ -203,7 +213,7 @@ inline F32 narrow(F64 low, F64 high) {
     return r;
 }
 template <class T>
-void load_wide(const T* p, F64 (&v)[4]) {
+void load_widened(const T* p, F64 (&v)[4]) {
     widen(load(p), v[0], v[1]);
     widen(load(p + N), v[2], v[3]);
 }

@@ -61,6 +61,11 @@ def _spread(width, index):
     return FORMS[start % len(FORMS)], FORMS[(start + 1) % len(FORMS)]
 
 
+def _gate_dtype(x_dtype, count):
+    """x's own, or each of the three in turn."""
+    return DTYPES[count // 2 % 3] if count % 2 else x_dtype
+
+
 def gated_forms():
     count = 0
     for width, (index, x_dtype) in product(WIDTHS, enumerate(DTYPES)):
@@ -69,7 +74,7 @@ def gated_forms():
             x = all_rows(width, x_dtype, seed=width)
             for w_dtype in WEIGHTS if width <= 127 else (x_dtype,):
                 count += 1
-                gate = None if form is None else gate_rows(len(x), width, x_dtype, seed=count)
+                gate = None if form is None else gate_rows(len(x), width, _gate_dtype(x_dtype, count), seed=count)
                 weight, size, rounding = plain_weight(width, w_dtype), sizes[count % len(sizes)], count // 4 % 3
                 offset = 0.1 if rounding == 1 else float(count % 2)
                 yield gated_case("all rows", x, gate, weight, _call(form), size, offset, rounding)
@@ -89,11 +94,13 @@ def gated_gradients():
                 weight, size = plain_weight(width, WEIGHTS[count // 2 % 4]), sizes[count % len(sizes)]
                 # Finite rows of every kind, and dy and gates of order one: then every row counts in dweight.
                 x = finite_rows(width, x_dtype, seed=count)
-                gate = None if form is None else gate_rows(len(x), width, x_dtype, seed=count, kinds=1)
+                gate_dtype = _gate_dtype(x_dtype, count)
+                gate = None if form is None else gate_rows(len(x), width, gate_dtype, seed=count, kinds=1)
                 dy = random_rows(len(x), width, dy_dtype, seed=count)
-                yield gated_backward_case("gradients", dy, x, gate, weight, _call(form), size, float(count % 2))
+                dh = random_rows(len(x), width, x_dtype, seed=count + 1) if form is None and count % 3 else None
+                yield gated_backward_case("gradients", dy, x, gate, weight, _call(form), size, float(count % 2), dh=dh)
                 x = all_rows(width, x_dtype, seed=count)
-                gate = None if form is None else gate_rows(len(x), width, x_dtype, seed=count)
+                gate = None if form is None else gate_rows(len(x), width, gate_dtype, seed=count)
                 dy = all_rows(width, dy_dtype, seed=count + 1).roll(count, 0)
                 weight = special_weight(width, SINGLE, seed=width) if count % 3 else weight
                 yield gated_backward_case("any values", dy, x, gate, weight, _call(form), size)
@@ -116,7 +123,7 @@ def sigmoids_between_two_floats():
 def gated_layouts():
     """Rows that lie in every way, alone and many, for several threads, and past the cache."""
     for index, (dtype, (name, view)) in enumerate(product(DTYPES, STRIDES.items())):
-        x, gate, dy = (view(seed, dtype) for seed in (1, 2, 3))
+        x, gate, dy = view(1, dtype), view(2, DTYPES[index // 2 % 3]), view(3, dtype)
         size = group_sizes(x.shape[-1])[-1 - index % 2 * (x.shape[-1] > 1)]
         weight = plain_weight(2 * x.shape[-1], SINGLE)[::2]
         for form in FORMS[index % 2 :: 2]:

@@ -9,7 +9,7 @@ from tests.support import reference
 from tests.support.rows import generator, random_rows
 
 NORMALIZE, ADD, BACKWARD, REBUILD = "normalize", "add", "backward", "rebuild"
-GATED, GATED_BACKWARD = "gated", "gated_backward"
+GATED, GATED_BACKWARD, RESIDUAL = "gated", "gated_backward", "residual"
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,46 @@ def gated_case(name, x, gate, weight, form, group_size, offset=0.0, rounding=0, 
     return Case(name, GATED, (x, gate, weight, eps, offset, rounding, group_size, *form), expected)
 
 
-def gated_backward_case(name, dy, x, gate, weight, form, group_size, offset=0.0, eps=1e-6):
+def residual_case(name, x, residual, weight, rounding=0, group_size=0, exact=False, alpha=1.0, offset=0.0, eps=1e-6):
+    """The steps of STAGES one by one, each in plain PyTorch or the reference."""
+    branch = x if alpha == 1 else x * alpha
+    total = branch.float() + residual.float()
+    h = total.to(residual.dtype)
+    u, size = total if exact else h, group_size or x.shape[-1]
+    # Without weight and roundings, and of float32, the result is x_hat.
+    x_hat, rstd = reference.gated_forward(u.float(), None, None, eps, 0.0, "once", size, "silu", True)
+    convention = ROUNDINGS[rounding]
+    y = x_hat.to(x_hat_type(x, weight, rounding)).float()
+    if weight is not None:
+        y = y * (weight.float() + offset if offset else weight.float())
+    y = y.to(reference.result_dtype(x, weight, convention))
+    name = f"{name} {describe(x, weight, offset, rounding)} residual={short(residual.dtype)} groups of {size}"
+    arguments = (x, residual, weight, eps, offset, rounding, group_size, exact, alpha)
+    return Case(f"{name} exact={exact} alpha={alpha}", RESIDUAL, arguments, (y, h, rstd))
+
+
+def x_hat_type(x, weight, rounding):
+    """The type that x_hat is rounded to: the kernels' x_hat_dtype."""
+    name = ROUNDINGS[rounding]
+    if name == "before_scale":
+        return x.dtype
+    return weight.dtype if name == "weight_dtype" and weight is not None else torch.float32
+
+
+def gated_backward_case(name, dy, x, gate, weight, form, group_size, offset=0.0, eps=1e-6, dh=None):
     activation, norm_first = ACTIVATIONS[form[0]], not form[1]
     rstd = reference.gated_forward(x, gate, weight, eps, offset, "once", group_size, activation, norm_first)[1]
-    expected = reference.gated_backward(dy, x, gate, rstd, weight, offset, group_size, activation, norm_first)
+    expected = reference.gated_backward(dy, x, gate, rstd, weight, offset, group_size, activation, norm_first, dh)
     name = f"{name} {describe_gate(gate, form, group_size)} {describe(x, weight, offset)} dy={short(dy.dtype)}"
-    arguments = (dy, x, gate, rstd, weight, None, offset, group_size, *form)
+    name += f" dh={dh is not None}"
+    arguments = (dy, x, gate, rstd, weight, dh, offset, group_size, *form)
     return Case(name, GATED_BACKWARD, arguments, tuple(t for t in expected if t is not None))
 
 
 def describe_gate(gate, form, group_size):
-    kind = "no gate" if gate is None else f"{ACTIVATIONS[form[0]]} {'before' if form[1] else 'after'}"
+    kind = (
+        "no gate" if gate is None else f"{short(gate.dtype)} {ACTIVATIONS[form[0]]} {'before' if form[1] else 'after'}"
+    )
     return f"{kind}, groups of {group_size},"
 
 

@@ -115,8 +115,16 @@ def rebuild(dy, y, rstd, weight, offset, dh, x_dtype, expected):
     yield "y afterwards", y, kept
 
 
+def residual(*arguments):
+    *arguments, expected = arguments
+    before = [t.clone() for t in arguments[:2]]
+    yield from zip(("y", "h", "rstd"), torch.ops.rmsnorm.residual_forward(*arguments), expected, strict=True)
+    yield from zip(("x afterwards", "residual afterwards"), arguments, before, strict=False)
+
+
 def gated(x, gate, *rest):
     *options, (y_wanted, rstd_wanted) = rest
+    yield from gated_out(x, gate, *options, y_wanted)
     before = [None if t is None else t.clone() for t in (x, gate)]
     y, rstd = torch.ops.rmsnorm.gated_forward_train(x, gate, *options)
     yield "y", torch.ops.rmsnorm.gated_forward(x, gate, *options), y_wanted
@@ -125,6 +133,23 @@ def gated(x, gate, *rest):
     for what, now, then in zip(("x", "gate"), (x, gate), before, strict=True):
         if now is not None:
             yield f"{what} afterwards", now, then
+
+
+def gated_out(x, gate, weight, *rest):
+    """`gated_forward_out` into rows that lie apart, and, where it fits, into x itself."""
+    *options, y_wanted = rest
+    if not all(map(adjacent, (x, gate, weight))) or x.numel() > 100_000 or x.dim() != 2:
+        return
+    around = torch.full((len(x), x.shape[1] + 3), 7.0, dtype=y_wanted.dtype)
+    out = around[:, : x.shape[1]]
+    torch.ops.rmsnorm.gated_forward_out(x, gate, weight, *options, out)
+    yield "out", out.clone(), y_wanted
+    out.fill_(7.0)
+    yield "what lies around out", around, torch.full_like(around, 7.0)
+    if y_wanted.dtype == x.dtype and len(x) * x.stride(0) >= x.numel():
+        x = x.contiguous().clone()
+        torch.ops.rmsnorm.gated_forward_out(x, gate, weight, *options, x)
+        yield "out=x", x, y_wanted
 
 
 def gated_backward(dy, x, gate, *rest):
@@ -146,6 +171,7 @@ OPERATORS = {
     "rebuild": rebuild,
     "gated": gated,
     "gated_backward": gated_backward,
+    "residual": residual,
 }
 
 
@@ -236,6 +262,7 @@ FIRST = {
     "backward": lambda *a: first_results("backward")(*a[:-1], None, True, True, a[-1]),
     "rebuild": lambda *a: first_results("backward")(*a[:-1], True, True, a[-1]),
     "gated": first_results("gated_forward_train"),
+    "residual": first_results("residual_forward"),
     "gated_backward": lambda *a: list(islice(gated_backward(*a), len(a[-1]))),  # all of them wanted
 }
 

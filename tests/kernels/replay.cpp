@@ -32,7 +32,7 @@ T read(std::FILE* file) {
     return value;
 }
 
-constexpr int64_t line = 64;  // of the cache
+constexpr int64_t line = 64;  // bytes, of the cache
 
 struct Free {
     void operator()(void* p) const { std::free(p); }
@@ -63,11 +63,12 @@ class Array {
     explicit operator bool() const { return dtype_ >= 0; }
     Dtype dtype() const { return Dtype(dtype_); }
     char* data() const { return memory_.get(); }
-    const float* floats() const { return reinterpret_cast<const float*>(data()); }
+    float* floats() const { return reinterpret_cast<float*>(data()); }
     int64_t rows() const { return rows_; }
     int64_t cols() const { return cols_; }
     Rows at(int64_t row) const {
-        return *this ? Rows{data() + row * stride_ * element(), stride_} : Rows{nullptr, 0};
+        if (!*this) return Rows{};
+        return {data() + row * stride_ * element(), stride_, dtype(), true};
     }
 
     bool same_rows(const Array& other) const {
@@ -100,11 +101,16 @@ class Array {
     std::unique_ptr<char[], Free> memory_;
 };
 
-std::vector<float> gain_of(const rmsnorm::Kernels& kernels, const Array& weight, double offset) {
-    std::vector<float> gain(size_t(weight.cols()));
-    if (weight) kernels.gain(weight.data(), weight.dtype(), offset, gain.data(), weight.cols());
-    return gain;
-}
+struct Gain {
+    Gain(const rmsnorm::Kernels& kernels, const Array& weight, double offset)
+        : values(size_t(weight.cols())) {
+        if (!weight) return;
+        kernels.gain(weight.data(), weight.dtype(), offset, values.data(), weight.cols());
+        vector = {values.data(), true};
+    }
+    std::vector<float> values;
+    rmsnorm::Vector vector{};
+};
 
 // As csrc/ops/threads.h, without threads: all leaves, then pairs of what is left. work(begin, end, sums)
 // takes one leaf.
@@ -124,127 +130,81 @@ void sum_rows(const rmsnorm::Kernels& kernels, int64_t rows, const Array& dweigh
     kernels.round(sums[0].data(), dweight.data(), dweight.dtype(), cols);
 }
 
-// Runs `call` into y, and past the cache where the groups of y allow it.
-template <class Call>
-void into(rmsnorm::Forward& f, const Array& y, Call call) {
+// Runs a forward into y, and around the cache where the groups of y allow it.
+void into(const rmsnorm::Kernels& kernels, rmsnorm::Forward& f, const Array& y) {
     f.y = y.at(0);
-    call();
-    if (f.cols * rmsnorm::size_of(f.y_type) % line) return;
-    const Array streamed(f.y_type, f.rows, f.groups * f.cols, 0);
-    f.y = streamed.at(0), f.stream = true;
-    call();
-    if (!streamed.same_rows(y)) fail("y differs when it is written past the cache");
+    kernels.forward(f);
+    if (f.cols * rmsnorm::size_of(y.dtype()) % line) return;
+    const Array nontemporal(y.dtype(), f.rows, f.groups * f.cols, 0);
+    f.y = nontemporal.at(0), f.nontemporal = true;
+    kernels.forward(f);
+    if (!nontemporal.same_rows(y)) fail("y differs when it bypasses the cache");
 }
+
+std::unique_ptr<float[]> floats(int64_t count) { return std::unique_ptr<float[]>(new float[size_t(count)]); }
 
 void forward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
     rmsnorm::Forward f{};
     f.eps = read<double>(in);
     const auto offset = read<double>(in);
-    f.y_type = Dtype(read<int64_t>(in));
+    f.alpha = read<double>(in);
+    const auto y_type = Dtype(read<int64_t>(in));
     f.x_hat_type = Dtype(read<int64_t>(in));
-    const Array x = Array::from(in), residual = Array::from(in), weight = Array::from(in);
-    f.rows = x.rows(), f.cols = x.cols(), f.x_type = x.dtype();
-    const Array y(f.y_type, f.rows, f.cols), h(f.x_type, residual ? f.rows : 0, f.cols);
-    std::unique_ptr<float[]> rstd(new float[size_t(f.rows)]);
-    const std::vector<float> gain = gain_of(kernels, weight, offset);
-
-    f.x = x.at(0);
-    if (residual) f.residual = residual.at(0), f.h = h.at(0);
-    f.rstd = rstd.get();
-    f.gain = weight ? gain.data() : nullptr;
-    into(f, y, [&] { kernels.forward(f); });
-
+    f.normed_type = Dtype(read<int64_t>(in));
+    f.cols = read<int64_t>(in);
+    f.activation = rmsnorm::Activation(read<int64_t>(in));
+    f.gate_first = read<int64_t>(in);
+    f.exact_sum = read<int64_t>(in);
+    const Array x = Array::from(in), residual = Array::from(in), gate = Array::from(in),
+                weight = Array::from(in);
+    const Gain gain(kernels, weight, offset);
+    f.rows = x.rows(), f.groups = x.cols() / f.cols;
+    const Array y(y_type, f.rows, x.cols()),
+        h = residual ? Array(residual.dtype(), f.rows, x.cols()) : Array();
+    const int64_t groups = f.rows * f.groups;
+    const auto rstd = floats(groups);
+    f.x = x.at(0), f.residual = residual.at(0), f.h = h.at(0), f.gate = gate.at(0);
+    f.rstd = {rstd.get(), true}, f.gain = gain.vector;
+    const auto scratch = floats(rmsnorm::forward_scratch(f));
+    f.scratch = scratch.get();
+    into(kernels, f, y);
     y.write(out);
     if (residual) h.write(out);
-    std::fwrite(rstd.get(), sizeof(float), size_t(f.rows), out);
+    std::fwrite(rstd.get(), sizeof(float), size_t(groups), out);
 }
 
-void gated_forward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
-    rmsnorm::GatedForward g{};
-    rmsnorm::Forward& f = g.norm;
-    f.eps = read<double>(in);
-    const auto offset = read<double>(in);
-    f.y_type = Dtype(read<int64_t>(in));
-    f.x_hat_type = Dtype(read<int64_t>(in));
-    g.normed_type = Dtype(read<int64_t>(in));
-    f.cols = read<int64_t>(in);
-    g.gate.activation = rmsnorm::Activation(read<int64_t>(in));
-    g.gate.first = read<int64_t>(in);
-    const Array x = Array::from(in), gate = Array::from(in), weight = Array::from(in);
-    const std::vector<float> gain = gain_of(kernels, weight, offset);
-    f.x = x.at(0), f.rows = x.rows(), f.groups = x.cols() / f.cols, f.x_type = x.dtype();
-    f.gain = weight ? gain.data() : nullptr;
-    const Array y(f.y_type, f.rows, x.cols());
-    std::unique_ptr<float[]> rstd(new float[size_t(f.rows * f.groups)]);
-    f.rstd = rstd.get();
-    std::unique_ptr<float[]> scratch(new float[size_t(rmsnorm::gate_scratch(x.cols()))]);
-    g.gate.rows = gate.at(0), g.gate.scratch = scratch.get();
-    into(f, y, [&] { gate ? kernels.gated_forward(g) : kernels.forward(f); });
-    y.write(out);
-    std::fwrite(rstd.get(), sizeof(float), size_t(f.rows * f.groups), out);
-}
-
-// As in gated_ops.cpp, with one thread.
-void gated_backward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
-    rmsnorm::GatedBackward g{};
-    rmsnorm::Backward& b = g.norm;
-    const auto offset = read<double>(in);
-    const auto weight_type = Dtype(read<int64_t>(in));
-    b.cols = read<int64_t>(in);
-    g.gate.activation = rmsnorm::Activation(read<int64_t>(in));
-    g.gate.first = read<int64_t>(in);
-    const Array dy = Array::from(in), x = Array::from(in), gate = Array::from(in), rstd = Array::from(in),
-                weight = Array::from(in);
-    const int64_t rows = x.rows(), cols = x.cols();
-    b.groups = cols / b.cols, b.dy_type = dy.dtype(), b.x_type = x.dtype();
-    const Array dx(b.x_type, rows, cols), dgate(b.x_type, gate ? rows : 0, cols),
-        dweight(weight_type, 1, cols);
-    const std::vector<float> gain = gain_of(kernels, weight, offset);
-    b.gain = weight ? gain.data() : nullptr;
-    std::unique_ptr<float[]> scratch(new float[size_t(b.cols)]),
-        gate_scratch(new float[size_t(rmsnorm::gate_scratch(cols))]);
-    b.scratch = scratch.get(), g.gate.scratch = gate_scratch.get();
-    sum_rows(kernels, rows, dweight, [&](int64_t begin, int64_t end, float* sums) {
-        b.rows = end - begin;
-        b.dy = dy.at(begin), b.x = x.at(begin), b.dx = dx.at(begin);
-        b.rstd = rstd.floats() + begin * b.groups;
-        b.dweight = sums;
-        if (gate) g.gate.rows = gate.at(begin), g.dgate = dgate.at(begin);
-        gate ? kernels.gated_backward(g) : kernels.backward(b);
-    });
-    dx.write(out);
-    if (gate) dgate.write(out);
-    dweight.write(out);
-}
-
+// As in csrc/ops/differentiate.h, with one thread.
 void backward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
+    rmsnorm::Backward b{};
     const auto offset = read<double>(in);
     const auto rebuilt_type = read<int64_t>(in), weight_type = read<int64_t>(in);
-    const Array dy = Array::from(in), x = Array::from(in), rstd = Array::from(in), weight = Array::from(in),
-                dh = Array::from(in);
+    b.cols = read<int64_t>(in);
+    b.activation = rmsnorm::Activation(read<int64_t>(in));
+    b.gate_first = read<int64_t>(in);
+    const Array dy = Array::from(in), x = Array::from(in), gate = Array::from(in), rstd = Array::from(in),
+                weight = Array::from(in), dh = Array::from(in);
     const int64_t rows = x.rows(), cols = x.cols();
     const bool rebuilds = rebuilt_type >= 0;
-    const Dtype x_type = rebuilds ? Dtype(rebuilt_type) : x.dtype();
-    const Array dx(x_type, rows, cols), dweight(Dtype(weight_type), 1, cols);
-    const std::vector<float> gain = gain_of(kernels, weight, offset);
-    std::unique_ptr<float[]> scratch(new float[size_t(cols)]);
+    const Array dx(rebuilds ? Dtype(rebuilt_type) : x.dtype(), rows, cols),
+        dweight(Dtype(weight_type), 1, cols), dgate = gate ? Array(gate.dtype(), rows, cols) : Array();
+    const Gain gain(kernels, weight, offset);
+    b.groups = cols / b.cols, b.gain = gain.vector, b.gate = gate.at(0);
+    const auto scratch = floats(rmsnorm::backward_scratch(b));
+    b.scratch = scratch.get();
     sum_rows(kernels, rows, dweight, [&](int64_t begin, int64_t end, float* sums) {
-        rmsnorm::Backward b{};
-        b.rows = end - begin, b.cols = cols;
-        b.dy_type = dy.dtype(), b.x_type = x_type;
-        b.dy = dy.at(begin), b.x = x.at(begin), b.dx = dx.at(begin);
-        if (dh) b.dh = dh.at(begin);
-        b.rstd = rstd.floats() + begin;
-        b.gain = weight ? gain.data() : nullptr;
-        b.dweight = sums;
-        b.scratch = scratch.get();
+        b.rows = end - begin;
+        b.dy = dy.at(begin), b.x = x.at(begin), b.gate = gate.at(begin), b.dh = dh.at(begin);
+        b.dx = dx.at(begin), b.dgate = dgate.at(begin);
+        b.rstd = {rstd.floats() + begin * b.groups, true};
+        b.dweight = {sums, true};
         if (rebuilds) {
-            kernels.rebuild({b.x, b.dx, b.rstd, b.gain, b.rows, cols, x.dtype(), x_type});
+            kernels.rebuild({b.x, b.dx, b.rstd, b.gain, b.rows, cols});
             b.x = b.dx;
         }
         kernels.backward(b);
     });
     dx.write(out);
+    if (gate) dgate.write(out);
     dweight.write(out);
 }
 
@@ -258,7 +218,7 @@ int main(int count, char** arguments) {
     std::FILE* in = std::fopen(arguments[1], "rb");
     std::FILE* out = std::fopen(arguments[2], "wb");
     if (!in || !out) fail("cannot open the files");
-    constexpr decltype(&forward) calls[] = {forward, backward, gated_forward, gated_backward};
+    constexpr decltype(&forward) calls[] = {forward, backward};
     for (int64_t left = read<int64_t>(in); left > 0; --left) calls[read<int64_t>(in)](*kernels, in, out);
     std::fclose(in);
     if (std::fclose(out)) fail("cannot write the results");

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 
-from rmsnorm.spec import ROUNDINGS
-from tests.support import reference
+from rmsnorm.numerics import reference
+from rmsnorm.spec import NormSpec
+from tests.kernels.kernel_calls import x_hat_type
 from tests.support.bits import difference
 
 ROOT = Path(__file__).parents[2]
@@ -100,35 +101,49 @@ def differences(program, isa, cases, encoded, directory):
 
 
 def encode(case):
-    if case.op in ("normalize", "add"):
-        x, *residual, weight, eps, offset, rounding = case.arguments
-        y_type = reference.result_dtype(x, weight, ROUNDINGS[rounding])
-        head = struct.pack("<qddqq", 0, eps, offset, _CODES[y_type], _CODES[x_hat_type(x, weight, rounding)])
-        return head + array(x) + array(residual[0] if residual else None) + array(weight)
-    if case.op == "gated":
-        x, gate, weight, eps, offset, rounding, group_size, activation, gate_first = case.arguments
-        normed_type = reference.result_dtype(x, weight, ROUNDINGS[rounding]) if rounding else torch.float32
-        types = (case.expected[0].dtype, x_hat_type(x, weight, rounding), normed_type)
-        head = struct.pack("<qdd6q", 2, eps, offset, *map(_CODES.get, types), group_size, activation, gate_first)
-        return head + b"".join(map(array, (x, gate, weight)))
-    if case.op == "gated_backward":
-        dy, x, gate, rstd, weight, _, offset, group_size, activation, gate_first = case.arguments
-        weight_type = 0 if weight is None else _CODES[weight.dtype]
-        head = struct.pack("<qd4q", 3, offset, weight_type, group_size, activation, gate_first)
-        return head + b"".join(map(array, (dy, x, gate, rstd.reshape(1, -1), weight)))
-    dy, x, rstd, weight, offset, dh, *rebuilt = case.arguments
-    rebuilt_type = _CODES[rebuilt[0]] if rebuilt else -1
-    weight_type = 0 if weight is None else _CODES[weight.dtype]
-    head = struct.pack("<qdqq", 1, offset, rebuilt_type, weight_type)
-    return head + b"".join(map(array, (dy, x, rstd.reshape(1, -1), weight, dh)))
+    """A case as replay.cpp reads it: which function, numbers, arrays."""
+    if case.op in FORWARDS:
+        x, residual, gate, weight, spec = FORWARDS[case.op](*case.arguments)
+        normed = reference.result_dtype(x.dtype, weight, spec) if spec.rounding else torch.float32
+        types = map(_CODES.get, (case.expected[0].dtype, x_hat_type(x, weight, spec.rounding), normed))
+        flags = spec.group_size or x.shape[-1], spec.activation, spec.gate_first, spec.exact_sum
+        head = struct.pack("<q3d7q", 0, spec.eps, spec.weight_offset, spec.alpha, *types, *flags)
+        return head + b"".join(map(array, (x, residual, gate, weight)))
+    dy, x, gate, rstd, weight, dh, rebuilt, spec = BACKWARDS[case.op](*case.arguments)
+    codes = -1 if rebuilt is None else _CODES[rebuilt], 0 if weight is None else _CODES[weight.dtype]
+    flags = spec.group_size or x.shape[-1], spec.activation, spec.gate_first
+    head = struct.pack("<qd5q", 1, spec.weight_offset, *codes, *flags)
+    return head + b"".join(map(array, (dy, x, gate, rstd.reshape(1, -1), weight, dh)))
 
 
-def x_hat_type(x, weight, rounding):
-    """The type that x_hat is rounded to: the kernels' x_hat_dtype."""
-    name = ROUNDINGS[rounding]
-    if name == "before_scale":
-        return x.dtype
-    return weight.dtype if name == "weight_dtype" and weight is not None else torch.float32
+# From an operator's arguments to x, residual, gate, weight and NormSpec;
+# to dy, x, gate, rstd, weight, dh, what x is rebuilt in, and NormSpec.
+FORWARDS = {
+    "normalize": lambda x, weight, *options: (x, None, None, weight, NormSpec(*options)),
+    "add": lambda x, residual, weight, *options: (x, residual, None, weight, NormSpec(*options)),
+    "gated": lambda x, gate, weight, *options: (x, None, gate, weight, NormSpec(*options)),
+    "residual": lambda x, residual, weight, eps, offset, rounding, size, exact, alpha: (
+        *(x, residual, None, weight),
+        NormSpec(eps, offset, rounding, size, exact_sum=exact, alpha=alpha),
+    ),
+}
+BACKWARDS = {
+    "backward": lambda dy, x, rstd, weight, offset, dh: (dy, x, None, rstd, weight, dh, None, NormSpec(0.0, offset)),
+    "rebuild": lambda dy, y, rstd, weight, offset, dh, dtype: (
+        dy,
+        y,
+        None,
+        rstd,
+        weight,
+        dh,
+        dtype,
+        NormSpec(0.0, offset),
+    ),
+    "gated_backward": lambda dy, x, gate, rstd, weight, dh, offset, *form: (
+        *(dy, x, gate, rstd, weight, dh, None),
+        NormSpec(0.0, offset, 0, *form),
+    ),
+}
 
 
 def array(t):

@@ -58,11 +58,12 @@ def gated_backward(
     group_size: int,
     activation: str,
     norm_before_gate: bool,
+    dh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """dx, dgate and dweight."""
     options = {"activation": activation, "norm_before_gate": norm_before_gate}
     spec = make_spec(0.0, offset, group_size=group_size, **options)
-    return reference.backward(dy, x, gate, rstd, weight, None, spec)
+    return reference.backward(dy, x, gate, rstd, weight, dh, spec)
 
 
 def result_dtype(x: Tensor, weight: Tensor | None, rounding: str) -> torch.dtype:

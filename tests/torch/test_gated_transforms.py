@@ -233,7 +233,7 @@ OPTIONS = {"weight": None, "eps": 1e-6, "offset": 0.0, "rounding": 0, "group": 3
     [
         {"gate": torch.ones(2, 11)},
         {"gate": torch.ones(12)},
-        {"gate": torch.ones(2, 12, dtype=torch.bfloat16)},
+        {"gate": torch.ones(2, 12, dtype=torch.float64)},
         {"gate": torch.ones(2, 12, device="meta")},
         {"weight": torch.ones(3)},
         {"weight": torch.ones(12, dtype=torch.float64)},

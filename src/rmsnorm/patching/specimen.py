@@ -81,6 +81,7 @@ class Specimen:
             self.constants[name] = torch.ones_like(self.constants[name], device="cpu")
             if name in self.tensors:
                 self.tensors[name] = self.constants[name] * 1e-3
+        self._instead: dict[str, Any] = {}
         self._module, self._class = module, cls
         on = next((t.device for t in own.values()), torch.device("cpu"))
         self.device = torch.device("cpu") if on.type == "meta" else on
@@ -117,6 +118,23 @@ class Specimen:
             yield from vars(cls).values()
 
     @contextmanager
+    def narrowed(self, width: int, to: int) -> Iterator[None]:
+        """Inside, the module is a sibling: its tensors and numbers of a width have another, smaller one."""
+        tensors = dict(self.tensors)
+        for name, t in tensors.items():
+            if width in t.shape:
+                self.tensors[name] = t.narrow(list(t.shape).index(width), 0, to)
+        for name, value in vars(self._module).items():
+            if type(value) is int and value == width:
+                self._instead[name] = to
+            elif isinstance(value, (tuple, list)) and list(value) == [width]:
+                self._instead[name] = type(value)([to])
+        try:
+            yield
+        finally:
+            self.tensors, self._instead = tensors, {}
+
+    @contextmanager
     def observed(self) -> Iterator[None]:
         """Inside, runs may write to what the module refers to: afterwards it is as it was, and the writing a reason.
 
@@ -146,7 +164,7 @@ class Specimen:
         values = {name: t.detach().to(inputs[0].dtype, copy=True) for name, t in self.tensors.items()}
         values |= {name: t.detach().clone() for name, t in self.constants.items() if name not in values}
         values |= tensors or {}
-        clone = _clone(self._module, self._class, values, training)
+        clone = _clone(self._module, self._class, {**values, **self._instead}, training)
         before, written = _variables(clone), _versions(clone)
         given = [*inputs, *values.values()]
         pristine = [t.detach().clone() for t in given]
@@ -244,15 +262,15 @@ def _without_autocast() -> Iterator[None]:
             torch.set_autocast_enabled(kind, True)
 
 
-def _clone(module: nn.Module, cls: type[nn.Module], tensors: Mapping[str, Tensor], training: bool) -> nn.Module:
+def _clone(module: nn.Module, cls: type[nn.Module], instead: Mapping[str, Any], training: bool) -> nn.Module:
     clone = object.__new__(cls)  # some classes, FSDP's for one, build a whole module in their own
     state: dict[str, Any] = {}
     for name, value in vars(module).items():
         if name.endswith(("_hooks", "_hooks_with_kwargs")) and isinstance(value, dict):
             value = OrderedDict()
-        state[name] = tensors.get(name, value)
+        state[name] = instead.get(name, value)
     for kind in ("_parameters", "_buffers"):
-        state[kind] = {name: tensors.get(name, t) for name, t in state[kind].items()}
+        state[kind] = {name: instead.get(name, t) for name, t in state[kind].items()}
     state["_modules"] = {
         name: child if child is None else _clone(child, type(child), {}, training)
         for name, child in module._modules.items()

@@ -17,7 +17,7 @@ from rmsnorm import conformance
 from rmsnorm.cli.check.page import page
 from rmsnorm.cli.check.report import Report, show, show_list
 from rmsnorm.cli.progress import progress
-from rmsnorm.cli.requirements import CannotRun
+from rmsnorm.cli.requirements import CannotRun, require_writable, writing
 from rmsnorm.spec import ROUNDINGS
 
 
@@ -41,16 +41,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         show_list()
         return 0
+    require_writable(arguments.html)
     report = examine(arguments)
     if arguments.json:
         print(report.json())
     else:
         show(report)
     if arguments.html is not None:
-        try:
+        with writing(arguments.html):
             arguments.html.write_text(page(report), encoding="utf-8")
-        except OSError as error:
-            raise CannotRun(f"{arguments.html} cannot be written: {error.strerror}") from None
         print(f"wrote {arguments.html}", file=sys.stderr)
     return report.exit_code
 

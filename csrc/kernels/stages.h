@@ -1,0 +1,139 @@
+// What comes before and after the norm in a forward, a function each, over the vocabulary of one instruction
+// set. CONTRIBUTING.md, "Adding a stage".
+#pragma once
+
+#include <type_traits>
+
+#include "activation.h"
+#include "forward.h"
+
+namespace {
+
+template <class Call>
+auto with_type(Dtype dtype, Call call) {
+    if (dtype == Dtype::f32) return call(float{});
+    if (dtype == Dtype::bf16) return call(bf16{});
+    return call(f16{});
+}
+
+// ---------------------------------------------------------------- before: the residual
+
+// t + residual.
+template <bool scaled, class X, class R, class... Count>
+F32 sum_of(const X* x, F32 alpha, const R* residual, Count... n) {
+    const F32 t = load(x, n...);
+    return add(scaled ? round_to(mul(t, alpha), X{}) : t, load(residual, n...));
+}
+
+// h = t + residual, rounded; u is h, or, if `exact`, the sum itself. In 16 bits both loops, this one and that
+// over u, are limited by the conversions of their elements, and are faster one after the other.
+template <class X, class R, bool scaled, bool exact>
+Interval add_before(const Forward& f, int64_t r, void* u_given, int log_cols) {
+    using U = std::conditional_t<exact, float, R>;
+    constexpr int64_t piece = sizeof(X) == 4 && sizeof(R) == 4 ? 2 * N : piece_cols;
+    const X* x = row<X>(f.x, r);
+    const R* residual = row<R>(f.residual, r);
+    R* h = row<R>(f.h, r);
+    U* u = static_cast<U*>(u_given);
+    const F32 alpha = set(float(f.alpha));  // not before: this rounds
+    const int64_t cols = f.cols;
+    auto rounded = [](F32 v) { return can_carry<X, R> ? nan_cleaned(v) : v; };
+    return sum_squares<U>(cols, log_cols, [=](int64_t i, int64_t) {
+        int64_t j = i;
+        const int64_t end = i % piece ? i : cols - i < piece ? cols : i + piece;
+        for (; j + 2 * N <= end; j += 2 * N) {
+            const F32 a = sum_of<scaled>(x + j, alpha, residual + j),
+                      b = sum_of<scaled>(x + j + N, alpha, residual + j + N);
+            if constexpr (exact) store2(u + j, a, b);
+            store2(h + j, rounded(a), rounded(b));
+        }
+        for (; j < end; j += N) {
+            const int64_t n = end - j < N ? end - j : N;
+            const F32 a = sum_of<scaled>(x + j, alpha, residual + j, n);
+            if constexpr (exact) store(u + j, a, n);
+            store(h + j, rounded(a), n);
+        }
+        return static_cast<const U*>(u + i);
+    });
+}
+
+template <class X, class R>
+Before add_before_of(const Forward& f) {
+    const bool scaled = f.alpha != 1;
+    if (rmsnorm::keeps_u(f)) return scaled ? add_before<X, R, true, true> : add_before<X, R, false, true>;
+    return scaled ? add_before<X, R, true, false> : add_before<X, R, false, false>;
+}
+
+// ---------------------------------------------------------------- before and after: the gate
+
+// u = x * act(z), in float32.
+template <class X, class Z>
+RMSNORM_NOINLINE void gate_row(const X* x, const Z* z, const float* s, Activation activation, float* u,
+                               int64_t width) {
+    fill_row<float>(u, width, [=](int64_t i, auto... n) {
+        return mul(load(x + i, n...), activated(load(z + i, n...), load(s + i, n...), activation));
+    });
+}
+
+template <class X, class Z>
+Interval gate_before(const Forward& f, int64_t r, void* u_given, int log_cols) {
+    const int64_t next = r + 1 < f.rows ? r + 1 : r, cols = f.cols;
+    const X *x = row<X>(f.x, r), *next_x = row<X>(f.x, next);
+    const Z *z = row<Z>(f.gate, r), *next_z = row<Z>(f.gate, next);
+    const Activation activation = f.activation;
+    float* u = static_cast<float*>(u_given);
+    return sum_squares<float>(cols, log_cols, [=](int64_t i, int64_t) {
+        if (i % piece_cols == 0) {
+            const int64_t n = cols - i < piece_cols ? cols - i : piece_cols;
+            alignas(64) float s[piece_cols];
+            sigmoid_row(z + i, s, n, next_x + i, next_z + i);
+            gate_row(x + i, z + i, s, activation, u + i, n);
+        }
+        return static_cast<const float*>(u + i);
+    });
+}
+
+// y = n * act(z), n rounded to normed_type. y has x's type.
+template <class X, class Z>
+void gate_after(const Forward& f, int64_t r, int64_t begin, int64_t count, const float* n) {
+    const int64_t later = r + rmsnorm::rows_together(f.cols, sizeof(X));
+    const Z* z = row<Z>(f.gate, r) + begin;
+    const X* x_later = row<X>(f.x, later < f.rows ? later : r) + begin;
+    X* y = row<X>(f.y, r) + begin;
+    const Activation activation = f.activation;
+    alignas(64) float s[piece_cols];
+    sigmoid_row(z, s, count, x_later, static_cast<const Z*>(nullptr), y);
+    auto multiply = [&](auto type) {
+        fill_row<Z>(y, count, [=](int64_t i, auto... rest) {
+            return mul(round_to(load(n + i, rest...), type),
+                       activated(load(z + i, rest...), load(s + i, rest...), activation));
+        });
+    };
+    with_type(f.normed_type, multiply);
+}
+
+// ---------------------------------------------------------------- which of them a call has
+
+// Null where there is none.
+inline Before before_of(const Forward& f) {
+    if (f.residual.given)
+        return with_type(f.x.dtype, [&](auto x) {
+            return with_type(f.residual.dtype,
+                             [&](auto r) { return add_before_of<decltype(x), decltype(r)>(f); });
+        });
+    if (f.gate.given && f.gate_first)
+        return with_type(f.x.dtype, [&](auto x) {
+            return with_type(f.gate.dtype,
+                             [&](auto z) -> Before { return gate_before<decltype(x), decltype(z)>; });
+        });
+    return nullptr;
+}
+
+inline After after_of(const Forward& f) {
+    if (!f.gate.given || f.gate_first) return nullptr;
+    return with_type(f.x.dtype, [&](auto x) {
+        return with_type(f.gate.dtype, [&](auto z) -> After { return gate_after<decltype(x), decltype(z)>; });
+    });
+}
+
+}  // namespace
