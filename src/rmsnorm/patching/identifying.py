@@ -7,8 +7,7 @@ import types
 
 from torch import nn
 
-from rmsnorm.gating import GatedRMSNorm
-from rmsnorm.module import RMSNorm
+from rmsnorm.module import GatedRMSNorm, RMSNorm
 from rmsnorm.patching import layout
 from rmsnorm.patching.convention import Convention
 from rmsnorm.patching.dependencies import recording
