@@ -7,8 +7,7 @@ from collections.abc import Hashable
 import torch
 from torch import nn
 
-from rmsnorm.gating import GatedRMSNorm
-from rmsnorm.module import RMSNorm
+from rmsnorm.module import GatedRMSNorm, RMSNorm
 from rmsnorm.patching.convention import Convention
 from rmsnorm.patching.probes import LARGEST_MATRIX, find_form
 from rmsnorm.patching.proof import prove
