@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import re
 import sys
 import traceback
@@ -211,6 +212,7 @@ def _gguf(parts: Parts, step: Callable[[str], None]) -> Found:
     eps = _gguf_eps(whole, parts.source)
     if eps is not None and (problem := eps_problem(eps)):
         found.warnings.append(problem)
+        eps = eps if math.isfinite(eps) else None
     names = sorted(norm_weights({name: t.shape for name, t in whole.tensors.items()}), key=natural)
     found.norms = [(Norm(name, whole.tensors[name].count, None, eps, 0.0), whole.tensors[name]) for name in names]
     # llama.cpp adds the one of Gemma and its like while converting.
