@@ -221,6 +221,7 @@ def test_shapes_go_by_parts_of_names(text):
         (["--what", "sideways"], "forward, add, backward, training"),
         (["--dtypes", "float32,int8"], "int8"),
         (["--threads", "0"], "at least 1"),
+        (["--threads", "1,9999"], f"at most {os.cpu_count()}, the processors of this machine, got 9999"),
         (["--contestants", "nobody"], "onnxruntime"),
         (["--device", "moon"], "moon"),
         (["--device", "cuda:77"], "sees"),

@@ -1,5 +1,7 @@
 """The page of `rmsnorm bench --html`, in a real browser: Debian's chromium, driven by playwright."""
 
+import itertools
+import math
 import os
 import shutil
 
@@ -109,6 +111,34 @@ def test_the_table_and_the_absent_are_text_as_it_was_given(opened):
     assert absent.splitlines()[0] == "WRONG: liger: y is off <i>far</i> (forward llama3-8b decode 1x4096 float32)"
     assert "apex: not installed (forward, training)" in absent
     assert ABOUT["command"] in opened.locator("#about").inner_text()
+
+
+WIDE = tuple(Shape(rows, cols) for rows, cols in ((8192, 8192), (32, 4096), (8, 8192), (2048, 4096), (16384, 128)))
+
+
+@pytest.mark.parametrize("width", [390, 700, 1100])
+def test_the_shapes_below_the_plot_do_not_overlap(width, browser, tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.SHAPES", (*SHAPES, *WIDE))
+    file = tmp_path / "bench.html"
+    page.write(ABOUT, results(), file)
+    tab = browser.new_page(viewport={"width": width, "height": 900})
+    tab.goto(file.as_uri())
+    tab.wait_for_selector("#plot .xtick text")
+    labels = tab.evaluate(_LABELS)
+    tab.close()
+    assert len(labels) == 7
+    for one, other in itertools.pairwise(labels):
+        # Two slanted lines of text are as far apart as their ends are, across.
+        apart = (other["x"] - one["x"]) * abs(math.sin(one["angle"]))
+        assert apart >= one["height"] or other["x"] - one["x"] >= (one["width"] + other["width"]) / 2
+    assert all(label["left"] >= 0 and label["right"] <= width for label in labels)
+
+
+_LABELS = """[...document.querySelectorAll('#plot .xtick text')].map(text => {
+  const {width, height} = text.getBBox(), m = text.getScreenCTM(), {left, right} = text.getBoundingClientRect();
+  const x = +text.getAttribute('x') * m.a + +text.getAttribute('y') * m.c + m.e;
+  return {width, height, left, right, x, angle: Math.atan2(m.b, m.a)};
+}).sort((a, b) => a.x - b.x)"""
 
 
 def test_it_is_drawn_in_the_dark_too(opened):

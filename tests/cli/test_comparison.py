@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -71,6 +73,19 @@ def test_claims_stand_beside_what_was_measured():
     assert "F.rms_norm: 300% more time, backward 0% less" in theirs
     forward = lines[lines.index("forward") + 1 : lines.index("backward")]
     assert [line.count("#") for line in forward] == [1, 20, 5, 1]
+
+
+def test_a_busy_machine_gives_no_shares():
+    found = compare()
+    quiet = dict.fromkeys(found.times, Timing(1.0, 0.9, 1.1))
+    calm = replace(found, times=quiet, backward_times=quiet)
+    assert calm.spread == pytest.approx(1.1 / 0.9)
+    assert "Too busy" not in str(calm)
+    assert "rmsnorm.rms_norm: 0% less time" in str(calm)
+    busy = replace(calm, backward_times={**quiet, "copy": Timing(1.0, 0.1, 10.0)})
+    assert "quartiles span a factor of 100 (limit 1.5)" in str(busy)
+    assert "% less time" not in str(busy)
+    assert str(busy).count("not to be told here") == 2
 
 
 @pytest.mark.parametrize("options", [{"dim": 0}, {"rows": -1}, {"rounds": 0}, {"dtype": torch.int64}])

@@ -76,11 +76,7 @@ def examine(name):
         return json.loads(done.stdout)
     _, found, said = done.stderr.partition("rmsnorm check: ")
     # Of what was tried, the first is how it is meant to be called.
-    return (
-        " ".join(said.split("\n  ")[:2]).strip().rstrip(".")
-        if found
-        else f"{name} ends the process, with {done.returncode}"
-    )
+    return "; ".join(said.split("; ")[:2]).strip().rstrip(".") if found else f"{name}: {done.returncode}"
 
 
 def questions():

@@ -16,6 +16,8 @@ LAYER_NORM_OPERATIONS = ("sum + x", "x - mean", "c * c", "sum + c^2", "c * rstd"
 
 
 LONGEST_BAR = 20
+# Where quartiles span this factor, something else ran: what is told of times is below it, shares of a fifth.
+TOO_BUSY = 1.5
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,14 @@ class NormalizationComparison:
         times = self.backward_times if backward else self.times
         return 1 - times[name].median / times["F.layer_norm"].median
 
+    @property
+    def spread(self) -> float:
+        """The widest quartiles of all times, as a factor; beyond `TOO_BUSY` the medians say nothing of the calls."""
+        return max(t.spread for times in (self.times, self.backward_times) for t in times.values())
+
     def _less_time(self, name: str) -> str:
+        if self.spread > TOO_BUSY:
+            return "not to be told here"
         shares = self.less_time(name), self.less_time(name, backward=True)
         forward, backward = (f"{abs(share):.0%} {'less' if share >= 0 else 'more'}" for share in shares)
         return f"{forward} time, backward {backward}"
@@ -95,6 +104,12 @@ class NormalizationComparison:
             f'"15-20 % faster"        rmsnorm.rms_norm: {self._less_time("rmsnorm.rms_norm")}',
             f"                        F.rms_norm: {self._less_time('F.rms_norm')}",
         ]
+        if self.spread > TOO_BUSY:
+            lines += [
+                "",
+                f"Too busy to measure: quartiles span a factor of {self.spread:,.3g} (limit {TOO_BUSY:g}). Something",
+                "else runs on this machine, or it is clocked up and down; try again, or more rounds.",
+            ]
         return "\n".join(lines)
 
 

@@ -27,6 +27,11 @@ class Timing:
     low: float
     high: float
 
+    @property
+    def spread(self) -> float:
+        """How many times the lower quartile the upper one is: 1 on a machine that does nothing else."""
+        return self.high / self.low
+
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Timing":
         """The median and quartiles of at least one sample."""

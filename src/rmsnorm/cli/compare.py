@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from rmsnorm.benchmarking.comparison import NormalizationComparison, compare_normalization
 from rmsnorm.benchmarking.timing import Timing
 from rmsnorm.cli.progress import progress
-from rmsnorm.cli.requirements import DTYPES, device, file_of, positive, require, shape
+from rmsnorm.cli.requirements import DTYPES, device, file_of, positive, require, require_writable, shape, writing
 from rmsnorm.functional import rms_norm
 
 ORANGE, BLUE, GREEN, GREY = "#e8590c", "#1c7ed6", "#2f9e44", "#7a828c"
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         require("bench", "matplotlib")
+        require_writable(arguments.plot)
     rows, dim = arguments.shape
     dtype = getattr(torch, arguments.dtype)
     with progress(2 * arguments.rounds) as step:
@@ -49,7 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     print(json.dumps(asdict(found), indent=2) if arguments.json else found)
     if arguments.plot:
-        draw(found, arguments.mean, arguments.plot)
+        with writing(arguments.plot):
+            draw(found, arguments.mean, arguments.plot)
     return 0
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,6 +38,14 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
     return int(text)
+
+
+def thread_count(text: str) -> int:
+    """Convert an argument to a number of threads that this machine has processors for, for argparse."""
+    processors = os.cpu_count() or 1
+    if (count := positive(text)) > processors:
+        raise argparse.ArgumentTypeError(f"must be at most {processors}, the processors of this machine, got {text}")
+    return count
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -75,6 +85,22 @@ def device(text: str) -> torch.device:
     if (found.index or 0) >= count:
         raise argparse.ArgumentTypeError(f"{text} is not here: torch {torch.__version__} sees {count} such devices")
     return found
+
+
+def require_writable(*paths: Path | None) -> None:
+    """Raise `CannotRun` if one of these files cannot be written: better before it is measured what goes into it."""
+    for path in paths:
+        if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+            raise CannotRun(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'permission denied'}")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise `CannotRun` if what is done within fails to write that file."""
+    try:
+        yield
+    except OSError as error:
+        raise CannotRun(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def file_of(*suffixes: str) -> Callable[[str], Path]:

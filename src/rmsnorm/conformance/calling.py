@@ -65,7 +65,7 @@ def understand(target: Any, name: str) -> Implementation:
     found = _best(_classes(target, name), tried)
     if found is not None:
         return found
-    raise CannotCheck(f"{name} could not be called as an RMSNorm; tried\n" + "\n".join(f"  {line}" for line in tried))
+    raise CannotCheck(f"{name} could not be called as an RMSNorm; tried " + "; ".join(tried))
 
 
 def _best(candidates: Iterator[Implementation], tried: list[str]) -> Implementation | None:
@@ -228,9 +228,7 @@ def _instance(module: nn.Module, name: str) -> Implementation:
     try:
         checked(implementation.norm(None if width is None else torch.ones(width)).call, torch.ones(2, width or _WIDTH))
     except Raised as error:
-        raise CannotCheck(
-            f"{name} could not be called as an RMSNorm; tried\n  {implementation.calls}: {error}"
-        ) from None
+        raise CannotCheck(f"{name} could not be called as an RMSNorm; tried {implementation.calls}: {error}") from None
     return implementation
 
 

@@ -25,7 +25,20 @@ from rmsnorm.cli.bench.model import Speed
 from rmsnorm.cli.bench.shapes import Case, Shape
 from rmsnorm.cli.bench.tensors import Inputs
 from rmsnorm.cli.progress import progress
-from rmsnorm.cli.requirements import DTYPES, CannotRun, device, file_of, list_of, one_of, positive, require
+from rmsnorm.cli.requirements import (
+    DTYPES,
+    CannotRun,
+    device,
+    file_of,
+    list_of,
+    one_of,
+    positive,
+    require,
+    require_writable,
+    thread_count,
+    writing,
+)
+from rmsnorm.cli.text import printable
 
 # Of racing, in all and for each case and cache; making and checking the contestants comes on top.
 QUICK_SECONDS = 30.0
@@ -50,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtypes", type=dtypes, metavar="LIST", help=f"of {', '.join(DTYPES)}; default float32,bfloat16"
     )
     parser.add_argument(
-        "--threads", type=list_of(positive), metavar="LIST", help="thread counts; default what torch has"
+        "--threads", type=list_of(thread_count), metavar="LIST", help="thread counts; default what torch has"
     )
     parser.add_argument("--caches", type=caches, metavar="LIST", help="of warm, cold; default both")
     parser.add_argument("--contestants", type=names, metavar="LIST", help="see --list; default all that are installed")
@@ -81,6 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     refuse_what_would_be_ignored(arguments)
     require("bench", *needs(arguments))
+    require_writable(arguments.plot, arguments.html)
     if arguments.model:
         return run_model(arguments)
     if arguments.list:
@@ -99,9 +113,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json != "-":
         table.show(table.order(results))
     if arguments.plot and any(result.timing for result in results):
-        plot.draw(results, arguments.plot)
+        with writing(arguments.plot):
+            plot.draw(results, arguments.plot)
     if arguments.html:
-        page.write(about, results, arguments.html)
+        with writing(arguments.html):
+            page.write(about, results, arguments.html)
     if interrupted:
         raise KeyboardInterrupt
     return 1 if any(result.status == "wrong" for result in results) else 0
@@ -216,6 +232,6 @@ def describe(device: torch.device) -> str:
         except Unavailable as reason:
             state = str(reason)
         except Exception as error:  # other people's code may raise anything
-            state = f"{type(error).__name__}: {error}".partition("\n")[0]
+            state = printable(f"{type(error).__name__}: {error}".partition("\n")[0])
         lines.append(f"  {name:20}{state}")
     return "\n".join(lines)

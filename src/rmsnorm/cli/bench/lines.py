@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rmsnorm.cli.bench.measure import Result
-from rmsnorm.cli.requirements import CannotRun
+from rmsnorm.cli.requirements import CannotRun, writing
 
 Write = Callable[[dict[str, Any]], None]
 
@@ -22,12 +22,16 @@ def open_lines(where: str | None) -> Iterator[Write]:
     elif where == "-":
         yield lambda line: print(json.dumps(line), flush=True)
     else:
-        try:
-            file = Path(where).open("w")  # noqa: SIM115 - closed below
-        except OSError as error:
-            raise CannotRun(f"cannot write {where}: {error.strerror}") from None
+        path = Path(where)
+        with writing(path):
+            file = path.open("wb", buffering=0)  # each line at once, and nothing left to fail when it is closed
+
+        def write(line: dict[str, Any]) -> None:
+            with writing(path):
+                file.write(f"{json.dumps(line)}\n".encode())
+
         with file:
-            yield lambda line: print(json.dumps(line), file=file, flush=True)
+            yield write
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Result]]:
@@ -37,7 +41,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[Result]]:
         CannotRun: it cannot be read, or was not written by `rmsnorm bench --json`.
     """
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         about = {key: value for line in lines for key, value in line.get("about", {}).items()}
         return about, [Result.from_json(line) for line in lines if "about" not in line]
     except OSError as error:

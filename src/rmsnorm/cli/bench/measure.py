@@ -16,6 +16,7 @@ from rmsnorm.cli.bench.judging import find_error
 from rmsnorm.cli.bench.shapes import Case, Shape
 from rmsnorm.cli.bench.tensors import Inputs
 from rmsnorm.cli.progress import Step
+from rmsnorm.cli.text import printable
 
 COPY = "copy"
 OURS, OURS_OUT = "rmsnorm", "rmsnorm out="
@@ -158,7 +159,7 @@ def _enter(case: Case, name: str, inputs: Inputs) -> Callable[[], object] | Refu
         return Refused("missing", str(reason))
     except Exception as reason:  # other people's code may raise anything
         lines = str(reason).strip().splitlines() or [""]
-        return Refused("missing", f"{type(reason).__name__}: {lines[0]}"[:200])
+        return Refused("missing", printable(f"{type(reason).__name__}: {lines[0]}", 200))
     return call if error is None else Refused("wrong", error)
 
 

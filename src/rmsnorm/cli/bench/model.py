@@ -17,6 +17,7 @@ from rmsnorm.cli.demo.measure import BOTH, measure_times
 from rmsnorm.cli.demo.stopwatch import PHASES
 from rmsnorm.cli.progress import Step
 from rmsnorm.cli.requirements import CannotRun, require
+from rmsnorm.cli.text import printable
 
 TINY = "tiny"
 # Of the kind of SmolLM2 and small enough for a test: 27 million weights, 17 norms.
@@ -169,4 +170,4 @@ def _read(config: str) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    return printable(str(error).strip().partition("\n")[0])

@@ -19,7 +19,7 @@ def write(about: dict[str, Any], results: Sequence[Result], path: Path) -> None:
     found = {"about": about, "colors": COLORS, "results": [result.to_json() for result in results]}
     # Nothing in it may end the script that it stands in.
     data = json.dumps(found).replace("<", "\\u003c")
-    template = resources.files("rmsnorm.cli.bench").joinpath("page.html").read_text()
+    template = resources.files("rmsnorm.cli.bench").joinpath("page.html").read_text(encoding="utf-8")
     head, _, rest = template.partition("/*PLOTLY*/")
     middle, _, tail = rest.partition("/*DATA*/")
-    path.write_text(head + get_plotlyjs() + middle + data + tail)
+    path.write_text(head + get_plotlyjs() + middle + data + tail, encoding="utf-8")

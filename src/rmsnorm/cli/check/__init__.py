@@ -17,8 +17,8 @@ from rmsnorm import conformance
 from rmsnorm.cli.check.page import page
 from rmsnorm.cli.check.report import Report, show, show_list
 from rmsnorm.cli.progress import progress
-from rmsnorm.cli.requirements import CannotRun
-from rmsnorm.numerics import reference
+from rmsnorm.cli.requirements import CannotRun, require_writable, writing
+from rmsnorm.spec import ROUNDINGS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="score the extras too")
     parser.add_argument("--inference", action="store_true", help="it promises no gradients")
     parser.add_argument("--offset", type=float, help="what it should add to the weight; other findings are faults")
-    parser.add_argument("--rounding", choices=reference.ROUNDINGS, help="where it should round")
+    parser.add_argument("--rounding", choices=ROUNDINGS, help="where it should round")
     parser.add_argument("--device", default="cpu", help="where to run it (default cpu)")
     parser.add_argument("--in-process", action="store_true", help="run the checks in this process, for a debugger")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -41,16 +41,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         show_list()
         return 0
+    require_writable(arguments.html)
     report = examine(arguments)
     if arguments.json:
         print(report.json())
     else:
         show(report)
     if arguments.html is not None:
-        try:
+        with writing(arguments.html):
             arguments.html.write_text(page(report), encoding="utf-8")
-        except OSError as error:
-            raise CannotRun(f"{arguments.html} cannot be written: {error.strerror}") from None
         print(f"wrote {arguments.html}", file=sys.stderr)
     return report.exit_code
 

@@ -7,12 +7,13 @@ import platform
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from rmsnorm.benchmarking.peers import PEERS
 from rmsnorm.cli.requirements import is_installed
+from rmsnorm.cli.text import printable
 from rmsnorm.conformance import CHECKS, About, Check, Result, Score, named, suite
 from rmsnorm.conformance.outcome import FAIL, NOT_APPLICABLE, NOT_PROMISED, NOT_RUN, PASS, REFUSED
 
@@ -54,14 +55,15 @@ class Report:
     ) -> Report:
         """The report, with the checks that did not come to run."""
         rest = [check for check in checks if check.name not in {result.name for result in results}]
+        name, calls, source = map(printable, (about.name, about.calls, about.source))
         where = f"{device}, {torch.get_num_threads()} threads" if device.type == "cpu" else str(device)
         where += f", torch {torch.__version__}, Python {platform.python_version()}"
-        everything = [*results, *suite.skipped(rest)]
+        everything = [*map(_shown, results), *suite.skipped(rest)]
         score = Score.of(everything)
         return cls(
-            about.name,
-            about.calls,
-            about.source,
+            name,
+            calls,
+            source,
             where,
             strict,
             everything,
@@ -106,6 +108,11 @@ class Report:
 
     def json(self) -> str:
         return json.dumps(asdict(self), indent=2)
+
+
+def _shown(result: Result) -> Result:
+    """A result whose words are fit to be shown: an implementation's exceptions may say anything."""
+    return replace(result, measured=printable(result.measured), finding=printable(result.finding))
 
 
 def show(report: Report) -> None:
