@@ -25,10 +25,10 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.driver import CudaLauncher  # noqa: E402
 
 import rmsnorm  # noqa: E402
-from rmsnorm import functional, gating  # noqa: E402
+from rmsnorm import functional  # noqa: E402
 from rmsnorm.benchmarking.timing import Timing, race  # noqa: E402
 from rmsnorm.gpu import call_cache, launching, registration  # noqa: E402
-from rmsnorm.ops import gated, library  # noqa: E402
+from rmsnorm.ops import library  # noqa: E402
 
 COLS, DTYPE, EPS = 4096, torch.bfloat16, 1e-6
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -79,8 +79,7 @@ def pretend() -> None:
     with warnings.catch_warnings(action="ignore"):  # that there are operators for the CPU
         registration.register(registrations, "CPU", allow_override=True)
     library.operators.direct = functional._direct = call_cache.fast(library.operators.direct)
-    gated.operators.direct = call_cache.fast(gated.operators.direct)
-    gating._forward = gated.operators.direct.gated_forward
+    functional._forward = functional._direct.forward
 
 
 Calls = dict[str, Callable[[], Any]]
@@ -100,8 +99,8 @@ def inference() -> Calls:
     options = EPS, 0.0, 0, COLS // 2, 0, False
     found |= {
         "the operator `forward`": lambda: library.operators.direct.forward(x, weight, EPS),
-        "the operator `gated_forward`": lambda: gated.operators.direct.gated_forward(x, residual, weight, *options),
-        "the operator `residual_forward`": lambda: gated.operators.direct.residual_forward(
+        "the operator `gated_forward`": lambda: library.operators.direct.gated_forward(x, residual, weight, *options),
+        "the operator `residual_forward`": lambda: library.operators.direct.residual_forward(
             x, residual, weight, EPS, 0.0, 0, 0, True, 1.0
         ),
     }

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from rmsnorm.numerics import reference
+from rmsnorm.spec import NormSpec
 
 ops = torch.ops.rmsnorm
 
@@ -97,11 +98,11 @@ def _residual_forward(x, residual, weight, eps, offset, rounding, size, exact_su
     size = size or x.shape[-1]
     rstd = ops.gated_forward_train(normed, None, None, eps, 0.0, 0, size, 0, False)[1]
     x_hat = (normed.unflatten(-1, (-1, size)) * rstd.unsqueeze(-1)).flatten(-2)
-    name = reference.ROUNDINGS[rounding]
-    y = reference.round_x_hat(x_hat, x, weight, name)
+    spec = NormSpec(eps, offset, rounding)
+    y = reference.round_x_hat(x_hat, x.dtype, weight, spec)
     if weight is not None:
         y = y * (weight.float() + offset if offset else weight.float())
-    y = y.to(reference.result_dtype(x, weight, name))
+    y = y.to(reference.result_dtype(x.dtype, weight, spec))
     return *(_laid_out_like(x, t) for t in (y, h)), rstd
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 
 from rmsnorm.gpu import availability, call_cache, calls, configurations, launching, layout, operators, registration
-from rmsnorm.numerics import reference
+from rmsnorm.numerics import fixed_sum
 from rmsnorm.ops import fallback
 
 BRAIN, SINGLE = torch.bfloat16, torch.float32
@@ -282,7 +282,7 @@ def grids():
                     yield f"{call}: {kernel.name} has {grid[1]} pieces"
                 units = -(-rows // named.get("ROWS", 1))
                 if named.get("partial") is not None:
-                    units = reference.leaves(rows)
+                    units = fixed_sum.leaves(rows)
                     if 1 << named["log_leaves"] != units:
                         yield f"{call}: leaves of {named['log_leaves']} levels"
                 if grid[0] != units * groups or named["GROUPS"] != groups or named["cols"] != cols:

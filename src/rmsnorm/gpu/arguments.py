@@ -29,7 +29,7 @@ def _dtypes_of_norms() -> dict[tuple[Any, ...], tuple[torch.dtype, Any]]:
         rounding = ROUNDINGS[code]
         w = None if weight is None else torch.empty(0, dtype=weight)
         x_hat = {"once": torch.float32, "before_scale": x, "weight_dtype": weight or torch.float32}[rounding]
-        found[x, weight, code] = reference.result_dtype(torch.empty(0, dtype=x), w, rounding), TRITON[x_hat]
+        found[x, weight, code] = reference.result_dtype(x, w, NormSpec(0.0, 0.0, code)), TRITON[x_hat]
     return found
 
 
@@ -103,7 +103,9 @@ def check_backward(call: Call, spec: NormSpec) -> None:
 
 
 def check_out(call: Call, dtype: torch.dtype) -> None:
-    checks.check_out(call["out"], call["x"], call["weight"], dtype, call.get("gate"))
+    checks.check_out(call["out"], call["x"], call["weight"], dtype)
+    if (gate := call.get("gate")) is not None:
+        checks.check_apart(call["out"], gate, "gate")
     _require(
         all(adjacent(t) for n, t in call.items() if isinstance(t, Tensor) and n != "weight")
         and (call["weight"] is None or adjacent(call["weight"])),
@@ -120,7 +122,10 @@ def out_is_apart(parameters: tuple[str, ...], call: Call) -> Callable[[tuple[Any
     like_x = call["out"].stride() == call["x"].stride() and call["out"].dtype == call["x"].dtype
 
     def apart(arguments: tuple[Any, ...]) -> bool:
-        begin = arguments[out_at].data_ptr()
+        out = arguments[out_at]
+        if out.is_inference() and not torch.is_inference_mode_enabled():
+            return False  # what is refused is refused again
+        begin = out.data_ptr()
         for index, extent in others:
             address = arguments[index].data_ptr()
             if address == begin and index == x_at and like_x:

@@ -14,7 +14,7 @@ from rmsnorm.gpu.kernels import backward as kernels
 from rmsnorm.gpu.kernels import fold as fold_kernels
 from rmsnorm.gpu.kernels import rebuild as rebuild_kernels
 from rmsnorm.gpu.launching import INTERPRETED, Kernel
-from rmsnorm.numerics import reference
+from rmsnorm.numerics.fixed_sum import leaves as leaves_of
 from rmsnorm.spec import ACTIVATIONS, NormSpec
 
 _BACKWARD = Kernel(kernels.backward)
@@ -65,7 +65,7 @@ class Backward:
         self._place, self._tensors, self._spec = place, tensors, spec
         self._width, self._device, self._target = x.shape[-1], x.device, launching.target(x.device)
         self._cols = spec.group_size or self._width
-        self._groups, self._leaves = self._width // self._cols, reference.leaves(place.number)
+        self._groups, self._leaves = self._width // self._cols, leaves_of(place.number)
         self._gated = "gate" in tensors
         self.scratch: dict[str, Tensor] = {}
 

@@ -1,33 +1,22 @@
 """The operators `torch.ops.rmsnorm.*`: compiled kernels on the CPU, Triton's on GPUs, the reference everywhere else.
 
-    forward(x, weight, eps, weight_offset, rounding) -> y
-    forward_train(...) -> (y, rstd)
-    forward_out(x, weight, eps, out, weight_offset, rounding) -> ()
-    add_forward(x, residual, ...) -> (y, h, rstd)
-    backward(dy, x, rstd, weight, weight_offset, dh, rebuilt_dtype, need_dx, need_dweight) -> (dx, dweight)
-
-They normalise the last dimension, take `rounding` as an index into `reference.ROUNDINGS`, and know no autograd:
-that is functional.py's. What is not needed of the backward is None. With `rebuilt_dtype`, `backward` is given y for x
-and rebuilds x from it. PyTorch's dispatcher picks the implementation by device; there is no other registry.
+Narrow schemas, whose calls cost least, for a norm of whole rows; wide ones, with the fields of NormSpec in its order,
+for everything else. doors.py chooses between them. They normalise the last dimension and know no autograd. With
+`rebuilt_dtype`, `backward` is given y for x and rebuilds x from it. What is not needed of gradients is None. PyTorch's
+dispatcher picks the implementation by device; there is no other registry.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rmsnorm import checks
-from rmsnorm.gpu import availability, call_cache
-from rmsnorm.numerics import reference
-from rmsnorm.ops import vmap
-from rmsnorm.ops.fallback import add_forward, backward, check, forward, forward_out, forward_train
-from rmsnorm.ops.layouts import like
+from rmsnorm.gpu import availability, call_cache, registration
+from rmsnorm.ops import fakes, fallback, vmap
 
 _SCHEMAS = """
 forward(Tensor x, Tensor? weight, float eps, float weight_offset=0.0, int rounding=0) -> Tensor
@@ -35,7 +24,13 @@ forward_train(Tensor x, Tensor? weight, float eps, float weight_offset=0.0, int 
 forward_out(Tensor x, Tensor? weight, float eps, Tensor(a!) out, float weight_offset=0.0, int rounding=0) -> ()
 add_forward(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset=0.0, int rounding=0) -> (Tensor y, Tensor h, Tensor rstd)
 backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, float weight_offset, Tensor? dh, ScalarType? rebuilt_dtype, bool need_dx, bool need_dweight) -> (Tensor? dx, Tensor? dweight)
+gated_forward(Tensor x, Tensor? gate, Tensor? weight, float eps, float weight_offset, int rounding, int group_size, int activation, bool gate_first) -> Tensor
+gated_forward_train(Tensor x, Tensor? gate, Tensor? weight, float eps, float weight_offset, int rounding, int group_size, int activation, bool gate_first) -> (Tensor y, Tensor rstd)
+gated_forward_out(Tensor x, Tensor? gate, Tensor? weight, float eps, float weight_offset, int rounding, int group_size, int activation, bool gate_first, Tensor(a!) out) -> ()
+residual_forward(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset, int rounding, int group_size, bool exact_sum, float alpha) -> (Tensor y, Tensor h, Tensor rstd)
+gated_backward(Tensor dy, Tensor x, Tensor? gate, Tensor rstd, Tensor? weight, Tensor? dh, float weight_offset, int group_size, int activation, bool gate_first, bool need_dx, bool need_dgate, bool need_dweight) -> (Tensor? dx, Tensor? dgate, Tensor? dweight)
 """  # noqa: E501
+NAMES = tuple(schema.partition("(")[0] for schema in _SCHEMAS.strip().splitlines())
 
 
 @dataclass(frozen=True)
@@ -66,107 +61,54 @@ def _load() -> Status:
         raise ValueError("RMSNORM_ISA=" + str(error).splitlines()[0].partition("RMSNORM_ISA=")[2]) from None
 
 
-# ---------------------------------------------------------------- shapes, for tracing
-
-
-def _fake_forward(
-    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
-) -> Tensor:
-    # The dispatcher comes here when any argument is on the meta device: without the kernel's checks.
-    if x.is_meta or (weight is not None and weight.is_meta):
-        check(x, weight, eps, weight_offset)
-    return like(x, reference.result_dtype(x, weight, reference.ROUNDINGS[rounding]))
-
-
-def _rstd_like(x: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], 1), dtype=reference.compute_dtype(x))
-
-
-def _fake_forward_train(
-    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
-) -> tuple[Tensor, Tensor]:
-    return _fake_forward(x, weight, eps, weight_offset, rounding), _rstd_like(x)
-
-
-def _fake_forward_out(
-    x: Tensor, weight: Tensor | None, eps: float, out: Tensor, weight_offset: float = 0.0, rounding: int = 0
-) -> None:
-    _fake_forward(x, weight, eps, weight_offset, rounding)
-
-
-def _fake_add_forward(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    if x.is_meta or residual.is_meta:
-        check(x, weight, eps, weight_offset)
-        checks.check_residual(x, residual)
-    return _fake_forward(x, weight, eps, weight_offset, rounding), like(x, x.dtype), _rstd_like(x)
-
-
-def _fake_backward(
-    dy: Tensor,
-    x: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    weight_offset: float,
-    dh: Tensor | None,
-    rebuilt_dtype: torch.dtype | None,
-    need_dx: bool,
-    need_dweight: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    dtype = rstd.dtype if weight is None else weight.dtype
-    return (
-        like(x, rebuilt_dtype or x.dtype) if need_dx else None,
-        x.new_empty(x.shape[-1], dtype=dtype) if need_dweight else None,
-    )
-
-
-Implementation = tuple[Callable[..., Any], Callable[..., Any]]  # and its fake
-_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "forward": (forward, _fake_forward),
-    "forward_train": (forward_train, _fake_forward_train),
-    "forward_out": (forward_out, _fake_forward_out),
-    "add_forward": (add_forward, _fake_add_forward),
-    "backward": (backward, _fake_backward),
-}
-
 _status = _load()
 _library = torch.library.Library("rmsnorm", "FRAGMENT")
-
-
-class Operators:
-    """Operators by name, in the ways to call them; made from schemas, and their implementation and fake by name."""
-
-    def __init__(self, schemas: str, implementations: dict[str, Implementation]) -> None:
-        if not _status.compiled:
-            for schema in schemas.strip().splitlines():
-                _library.define(schema)
-        for name, (function, fake) in implementations.items():
-            _library.impl(name, function, "CompositeExplicitAutograd")
-            torch.library.register_fake(f"rmsnorm::{name}", fake, lib=_library)
-        self.reference = SimpleNamespace(**{name: function for name, (function, _) in implementations.items()})
-        self.traced = SimpleNamespace(**{name: getattr(torch.ops.rmsnorm, name).default for name in implementations})
-        # Without OpOverload's Python frame, which is 0.3 us of a call of 2.5 and which torch.compile needs to see.
-        self.direct = SimpleNamespace(**{name: getattr(op, "_op", op) for name, op in vars(self.traced).items()})
-        self.gpu = self.direct if availability.missing() else call_cache.fast(self.direct)
-        for name, op in vars(self.traced).items():
-            if not op._schema.is_mutable:
-                torch.library.register_vmap(f"rmsnorm::{name}", vmap.rule(op), lib=_library)
-                _library.impl(name, vmap.older_rule(op), "Batched")
-
-    def __call__(self, x: Tensor) -> SimpleNamespace:
-        """Those for x. The kernels know no float64, which the reference computes on every device."""
-        if x.dtype == torch.float64:
-            return self.reference
-        if torch.compiler.is_compiling():
-            return self.traced
-        return self.gpu if x.is_cuda else self.direct
-
-
-operators = Operators(_SCHEMAS, _IMPLEMENTATIONS)
-direct = operators.direct
 
 
 def status() -> Status:
     """What `rmsnorm info` reports of the kernels."""
     return _status
+
+
+class Operators:
+    """All operators by name, in the ways to call them.
+
+    Attributes:
+        reference: the functions of fallback.py.
+        traced: as torch.compile needs to see them.
+        direct: without OpOverload's Python frame, which is 0.3 us of a call of 2.5.
+        gpu: `direct`, and calls that repeat go to the launch at once.
+        distributed: on DTensors; rmsnorm.distributed sets it when it is imported.
+    """
+
+    def __init__(self) -> None:
+        if not _status.compiled:
+            for schema in _SCHEMAS.strip().splitlines():
+                _library.define(schema)
+        self.traced = SimpleNamespace(**{name: getattr(torch.ops.rmsnorm, name).default for name in NAMES})
+        self.direct = SimpleNamespace(**{name: getattr(op, "_op", op) for name, op in vars(self.traced).items()})
+        self.reference = SimpleNamespace(**{name: getattr(fallback, name) for name in NAMES})
+        self.gpu = self.direct
+        self.distributed: SimpleNamespace | None = None
+        for name, op in vars(self.traced).items():
+            _library.impl(name, getattr(fallback, name), "CompositeExplicitAutograd")
+            torch.library.register_fake(f"rmsnorm::{name}", getattr(fakes, name), lib=_library)
+            if not op._schema.is_mutable:
+                torch.library.register_vmap(f"rmsnorm::{name}", vmap.rule(op), lib=_library)
+                _library.impl(name, vmap.older_rule(op), "Batched")
+        if availability.missing() is None:
+            registration.register(_library)
+            self.gpu = call_cache.fast(self.direct)
+
+    def __call__(self, x: Tensor) -> SimpleNamespace:
+        """Those for x. The kernels know no float64, which the reference computes on every device."""
+        if x.dtype == torch.float64:
+            return self.reference
+        if self.distributed is not None and type(x).__name__ == "DTensor":
+            return self.distributed
+        if torch.compiler.is_compiling():
+            return self.traced
+        return self.gpu if x.is_cuda else self.direct
+
+
+operators = Operators()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm import functional, gating
+from rmsnorm import functional
 
 
 def short(dtype: torch.dtype | None) -> str:
@@ -112,7 +112,7 @@ class Convention:
             y = functional.rms_norm(x, weight, self.eps, normalized_shape=whole, **self.options)
         else:
             assert gate is not None  # noqa: S101 - callers of a gated convention give one
-            y = gating.gated_rms_norm(x, gate, weight, self.eps, **self.options)
+            y = functional.gated_rms_norm(x, gate, weight, self.eps, **self.options)
         return y if y.shape == shape else y.view(shape)
 
     def __str__(self) -> str:

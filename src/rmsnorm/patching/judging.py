@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from rmsnorm.numerics import reference
+from rmsnorm.numerics import fixed_sum
 from rmsnorm.patching.convention import Convention, Evidence, short
 from rmsnorm.patching.samples import Sample
 from rmsnorm.patching.specimen import NotRMSNorm
@@ -112,5 +112,5 @@ def _mean_error(y: Tensor, correct: Tensor, signed: bool = False) -> float:
 def units_apart(a: Tensor, b: Tensor, precision: torch.dtype) -> int:
     """The largest distance of two results in units in the last place of a precision."""
     size = torch.maximum(a.double().abs(), b.double().abs()).clamp_min(torch.finfo(a.dtype).smallest_normal)
-    unit = reference._power_of_two(reference._exponent(size) - 1) * torch.finfo(precision).eps
+    unit = fixed_sum.power_of_two(fixed_sum.exponent_of(size) - 1) * torch.finfo(precision).eps
     return math.ceil(float(((a.double() - b.double()).abs() / unit).max()))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm.numerics import gated_reference
+from rmsnorm.numerics import stages
 from rmsnorm.patching.convention import Convention
 from rmsnorm.patching.reasons import (
     CLOSE,
@@ -28,6 +28,7 @@ from rmsnorm.patching.reasons import (
     unexpected,
 )
 from rmsnorm.patching.specimen import NotRMSNorm, Specimen
+from rmsnorm.spec import ACTIVATIONS
 
 # A row of one element has no form: its norm is its sign.
 SMALLEST_WIDTH = 2
@@ -110,8 +111,8 @@ def _gated(specimen: Specimen, x: Tensor, shape: tuple[int, ...], tensors: dict[
     if close(first, second):
         return None
     reason: NotRMSNorm | None = None
-    for activation, last in product(gated_reference.ACTIVATIONS, (True, False)):
-        act = gated_reference.activate(gates[0], activation)[0]
+    for activation, last in product(ACTIVATIONS, (True, False)):
+        act = stages.activate(gates[0], ACTIVATIONS.index(activation), torch.float32)[0]
 
         def ungated(u: Tensor, act: Tensor = act, last: bool = last) -> Tensor:
             if last:

@@ -13,12 +13,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from rmsnorm.numerics import reference
 from rmsnorm.patching import gradients, magnitudes, trials
 from rmsnorm.patching.convention import Convention, Evidence
 from rmsnorm.patching.judging import judge
 from rmsnorm.patching.samples import DTYPES, Pair, Sample, run, sample
 from rmsnorm.patching.specimen import NotRMSNorm, Specimen
+from rmsnorm.spec import ROUNDINGS
 
 
 def prove(specimen: Specimen, form: Convention) -> Convention:
@@ -61,7 +61,7 @@ def _with_rounding(
     """The form with the rounding that reproduces most."""
     best: tuple[float, Convention] | None = None
     failure: NotRMSNorm | None = None
-    for rounding in reference.ROUNDINGS if form.weight is not None else reference.ROUNDINGS[:1]:
+    for rounding in ROUNDINGS if form.weight is not None else ROUNDINGS[:1]:
         candidate = replace(form, rounding=rounding)
         found = []
         for (x, weight), given in samples.items():
