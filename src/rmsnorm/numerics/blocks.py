@@ -8,7 +8,6 @@ rstd. It is what csrc/kernels/estimate.h does; docs/numerics.md has the bounds.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -93,13 +92,12 @@ def _by_blocks(part: Callable[..., tuple[Any, ...]], *tensors: Tensor | None) ->
     if leading.numel() <= step:
         return part(*tensors)
     rows = [None if t is None else t.reshape(-1, t.shape[-1]) for t in tensors]
-    blocks = zip(*(t.split(step) if t is not None else repeat(None) for t in rows), strict=False)
     results: tuple[Any, ...] = ()
-    for number, block in enumerate(blocks):
-        parts = part(*block)
+    for start in range(0, leading.numel(), step):
+        parts = part(*(None if t is None else t[start : start + step] for t in rows))
         if not results:
             results = tuple(None if p is None else p.new_empty(leading.numel(), p.shape[-1]) for p in parts)
         for result, p in zip(results, parts, strict=True):
             if result is not None:
-                result[number * step : number * step + p.shape[0]] = p
+                result[start : start + step] = p
     return tuple(None if r is None else r.view(*leading, r.shape[-1]) for r in results)
