@@ -17,6 +17,7 @@ import torch
 import rmsnorm
 from rmsnorm.benchmarking.timing import race
 from rmsnorm.numerics import reference
+from rmsnorm.spec import NormSpec
 
 SHAPES = "1x576,64x4096,1024x4096"
 EPS = 1e-5
@@ -30,7 +31,7 @@ def block(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tupl
 
 def traced(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same on the reference, in operations that the compiler sees."""
-    y, h, _ = reference.add_forward(x, residual, weight, EPS, 0.0, "once")
+    y, h, _ = reference.add_forward(x, residual, weight, NormSpec(EPS))
     return torch.nn.functional.silu(y), h
 
 

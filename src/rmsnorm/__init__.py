@@ -7,9 +7,8 @@ from importlib.metadata import version as _version
 
 from rmsnorm.benchmarking.comparison import compare_normalization
 from rmsnorm.dispatch import compile_as
-from rmsnorm.functional import add_rms_norm, rms_norm
-from rmsnorm.gating import GatedRMSNorm, gated_rms_norm
-from rmsnorm.module import RMSNorm
+from rmsnorm.functional import add_rms_norm, gated_rms_norm, rms_norm
+from rmsnorm.module import GatedRMSNorm, RMSNorm
 from rmsnorm.patching import Convention, Report, identify, patch, unpatch
 from rmsnorm.patching.convert import fold_offset, unfold_offset
 

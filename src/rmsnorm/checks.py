@@ -1,113 +1,32 @@
-"""What the public functions accept. Every refusal is a ValueError or TypeError that names what came and what may."""
+"""What tensors the public functions accept; options are checked by spec.py.
+
+Every refusal is a ValueError or TypeError that names what came and what may.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rmsnorm.numerics.gated_reference import ACTIVATIONS
-from rmsnorm.numerics.reference import ROUNDINGS
+from rmsnorm.spec import check_shape
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_ALLOWED = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATS)
-_INF = float("inf")  # compared with, and not math.isfinite: torch.compile traces a dynamic eps through a comparison
 
 
-def check_eps(eps: Any, x_dtype: torch.dtype | None = None) -> float:
-    """A finite float; text is converted, None means finfo of the computation dtype, as in torch.nn.RMSNorm."""
-    if eps is None:
-        return torch.finfo(torch.float64 if x_dtype == torch.float64 else torch.float32).eps
-    try:
-        value = _number(eps)
-    except (TypeError, ValueError):
-        raise (ValueError if isinstance(eps, str) else TypeError)(
-            f"eps must be a number, text that reads as one, or None, got {eps!r}"
-        ) from None
-    if not -_INF < value < _INF:
-        raise ValueError(f"eps must be finite, got {eps!r}")
-    return value
-
-
-def check_weight_offset(weight_offset: Any) -> float:
-    """A finite float."""
-    try:
-        value = float("nan") if isinstance(weight_offset, str) else _number(weight_offset)
-    except (TypeError, ValueError):
-        raise TypeError(f"weight_offset must be a finite number, got {weight_offset!r}") from None
-    if not -_INF < value < _INF:
-        raise ValueError(f"weight_offset must be a finite number, got {weight_offset!r}")
-    return value
-
-
-def _number(value: Any) -> float:
-    # A bool in a number's place is an argument out of order, as in RMSNorm(8, True). Options have no gradient.
-    if isinstance(value, (bool, bytes, bytearray)):
-        raise TypeError
-    if isinstance(value, Tensor) and (value.dtype == torch.bool or value.requires_grad or value.is_meta):
-        raise TypeError
-    try:
-        return float(value)
-    except OverflowError:
-        return _INF
-
-
-def check_rounding(rounding: str) -> int:
-    """Its index in `reference.ROUNDINGS`."""
-    if not isinstance(rounding, str) or rounding not in ROUNDINGS:
-        raise ValueError(f"rounding must be one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}")
-    return ROUNDINGS.index(rounding)
-
-
-def check_group_size(group_size: Any, cols: int) -> int:
-    """A positive integer that divides the row; None means the whole row."""
-    if group_size is None:
-        return cols
-    if not _is_integer(group_size) or group_size < 1 or cols % group_size:
-        raise ValueError(
-            f"group_size must be a positive integer that divides the last dimension {cols}, got {group_size!r}"
-        )
-    return group_size if isinstance(group_size, torch.SymInt) else int(group_size)  # type: ignore[return-value]
-
-
-def check_gate(gate: Tensor, x: Tensor) -> None:
-    """A tensor like x."""
-    check_tensor(gate, "gate")
-    for what in ("shape", "dtype", "device"):
-        if getattr(gate, what) != getattr(x, what):
-            raise ValueError(f"gate must have x's {what} {getattr(x, what)}, got {getattr(gate, what)}")
-
-
-def check_activation(activation: Any) -> int:
-    """Its index in `gated_reference.ACTIVATIONS`."""
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}")
-    return ACTIVATIONS.index(activation)
-
-
-def check_shape(shape: Any, name: str) -> tuple[int, ...]:
-    """At least one dimension, all of them positive."""
-    dims = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, (str, bytes)) else (shape,)
-    if not dims or not all(_is_integer(d) and d > 0 for d in dims):
-        raise ValueError(f"{name} must be a positive integer or a non-empty shape of them, got {shape!r}")
-    return tuple(d if isinstance(d, torch.SymInt) else int(d) for d in dims)  # type: ignore[misc]
-
-
-def _is_integer(d: Any) -> bool:
-    return isinstance(d, (int, torch.SymInt, Integral)) and not isinstance(d, bool)
-
-
-def check_dtype(dtype: torch.dtype | None, name: str) -> None:
-    """One that we compute in."""
-    if dtype is not None and dtype not in _FLOATS:
-        raise TypeError(f"{name} must be one of {_ALLOWED}, got {str(dtype).removeprefix('torch.')}")
+def check_dtype(dtype: Any, name: str, allowed: tuple[torch.dtype, ...] = _FLOATS) -> None:
+    """One that we compute in; None where it is left to PyTorch."""
+    if dtype is not None and dtype not in allowed:
+        given = repr(dtype).removeprefix("torch.")
+        names = ", ".join(map(_name, allowed))
+        what = "" if isinstance(dtype, torch.dtype) else "a torch.dtype, "
+        raise TypeError(f"{name} must be {what}one of {names}, got {given}")
 
 
 def check_tensor(t: Any, name: str) -> None:
-    """A dense floating-point tensor of a dtype we compute in."""
+    """A dense floating-point tensor of a dtype we compute in, whose memory is there."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
     if t.is_nested and t.layout == torch.strided:
@@ -115,6 +34,17 @@ def check_tensor(t: Any, name: str) -> None:
     if t.layout != torch.strided and not t.is_nested:
         raise TypeError(f"{name} must be dense, got layout {t.layout}")
     check_dtype(t.dtype, name)
+    if is_freed(t):
+        raise ValueError(f"{name} has no memory: its storage was freed, as FSDP and offloading do between uses")
+
+
+def is_freed(t: Tensor) -> bool:
+    """Whether the tensor has elements, and its storage none. Tensors of subclasses are what their parts are."""
+    if torch.compiler.is_compiling() or type(t) not in (Tensor, torch.nn.Parameter) or t.is_meta:
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(t) or not torch._C._has_storage(t):
+        return False
+    return t.numel() > 0 and t.untyped_storage().nbytes() == 0
 
 
 def check_inputs(x: Tensor, weight: Tensor | None, normalized_shape: int | Sequence[int] | None) -> int:
@@ -149,13 +79,24 @@ def check_inputs(x: Tensor, weight: Tensor | None, normalized_shape: int | Seque
     return len(shape)
 
 
-def check_residual(x: Tensor, residual: Tensor) -> None:
-    """The same shape, dtype and device as x."""
-    check_tensor(residual, "residual")
-    for what in ("shape", "dtype", "device"):
-        if getattr(x, what) != getattr(residual, what):
-            given, wanted = getattr(residual, what), getattr(x, what)
-            raise ValueError(f"residual must have x's {what} {_plain(wanted)}, got {_plain(given)}")
+def check_residual(residual: Tensor, x: Tensor) -> None:
+    """x's shape and device; of a dtype that goes with x's."""
+    _check_beside(residual, x, "residual")
+
+
+def check_gate(gate: Tensor, x: Tensor) -> None:
+    """x's shape and device; of a dtype that goes with x's."""
+    _check_beside(gate, x, "gate")
+
+
+def _check_beside(t: Tensor, x: Tensor, name: str) -> None:
+    check_tensor(t, name)
+    for what in ("shape", "device"):
+        if getattr(t, what) != getattr(x, what):
+            raise ValueError(f"{name} must have x's {what} {_plain(getattr(x, what))}, got {_plain(getattr(t, what))}")
+    if (t.dtype == torch.float64) != (x.dtype == torch.float64):
+        allowed = "float64" if x.dtype == torch.float64 else "float32, bfloat16 or float16"
+        raise ValueError(f"{name} must be {allowed} where x is {_name(x.dtype)}, got {_name(t.dtype)}")
 
 
 def check_out(out: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> None:
@@ -166,16 +107,28 @@ def check_out(out: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dtype)
             raise ValueError(f"out must have {what} {_plain(wanted)}, got {_plain(getattr(out, what))}")
     if torch.compiler.is_compiling():
         return  # traced tensors have no address, and compiled code writes out last
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError("out is an inference tensor, which can be written only inside torch.inference_mode()")
     if _overlaps_itself(out):
         raise ValueError(f"out must not overlap itself, got strides {out.stride()} for shape {tuple(out.shape)}")
     if not _same_elements(out, x) and _overlap(out, x):
         raise ValueError("out must be x itself or share no memory with it, got one that overlaps x partly")
-    if weight is not None and _overlap(out, weight):
-        raise ValueError("out must share no memory with weight")
+    if weight is not None:
+        check_apart(out, weight, "weight")
+
+
+def check_apart(out: Tensor, t: Tensor, name: str) -> None:
+    """No memory shared with a tensor that is still to be read."""
+    if not torch.compiler.is_compiling() and _overlap(out, t):
+        raise ValueError(f"out must share no memory with {name}")
 
 
 def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, torch.Size) else value
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _same_elements(a: Tensor, b: Tensor) -> bool:

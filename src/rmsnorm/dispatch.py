@@ -1,8 +1,11 @@
-"""Which way a call takes that is not plain: rows of checked arguments, on kernels, DTensors or the formula.
+"""Which way a checked call goes; one table.
 
-First-order training and inference stay on the kernels, through the `autograd.Function` that eager code, functorch or
-DTensor needs. What operators do not know (forward-mode differentiation, export, other subclasses) gets the formula in
-ordinary operations.
+DTensor                                        -> each rank's part, or the row's pieces (rmsnorm.distributed)
+jagged                                         -> its values, one dense tensor, rewrapped
+exporters, unknown subclasses and transforms   -> the decomposition, in operations they know
+functorch, forward mode                        -> FunctorchNorm
+a gradient is wanted                           -> Norm
+else                                           -> the operators
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ from torch.autograd import forward_ad
 from torch.nested import nested_tensor_from_jagged
 
 from rmsnorm.numerics import decomposition, reference
-from rmsnorm.ops import autograd, functorch
-from rmsnorm.ops.library import operators
+from rmsnorm.ops import autograd, doors
+from rmsnorm.spec import NormSpec
 
-_compiling = torch.compiler.is_compiling
+Result = tuple[Tensor, Tensor | None]
+
+_TRANSFORMS = torch._C._functorch.TransformType
 _functorch_active = torch._C._are_functorch_transforms_active
-_FLOAT64 = torch.float64
 _compile_as = "kernels"
 
 
@@ -37,75 +41,63 @@ def compile_as(way: str) -> None:
     _compile_as = way
 
 
-def straight(x: Tensor, weight: Tensor | None, eps: float | None, weight_offset: float) -> bool:
-    """Whether a call may go to the operator, or the `autograd.Function` around it, with no check but the operator's."""
-    return (
-        type(x) is Tensor
-        and type(eps) is float
-        and type(weight_offset) is float
-        and x.dtype is not _FLOAT64
-        and (weight is None or (weight.dim() == 1 and weight.dtype is not _FLOAT64))
-        and not _functorch_active()
-        and forward_ad._current_level < 0
-        and not _compiling()
-    )
-
-
-def normalize_rows(
+def normalize(
     x: Tensor,
     residual: Tensor | None,
+    gate: Tensor | None,
     weight: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    code: int,
-    memory_efficient: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """y, and h when there is a residual, over the last dimension; `code` is an index into `reference.ROUNDINGS`."""
-    rounding = reference.ROUNDINGS[code]
-    h: Tensor | None = None
+    spec: NormSpec,
+    memory_efficient: bool = False,
+) -> Result:
+    """y, and h when there is a residual, of checked arguments; over the last dimension."""
+    if spec.group_size == x.shape[-1]:
+        spec = spec._replace(group_size=0)
+    tensors = [t for t in (x, residual, gate, weight) if t is not None]
     transforming = _functorch_active()
-    distributed = any(type(t).__name__ == "DTensor" for t in (x, residual, weight))
-    if distributed and not transforming and x.dtype != torch.float64:
+    if not transforming and x.dtype != torch.float64 and any(type(t).__name__ == "DTensor" for t in tensors):
         from rmsnorm.distributed import dtensor  # not before it is needed: it takes seconds to import
 
-        return dtensor.normalize(x, residual, weight, eps, weight_offset, code)  # type: ignore[arg-type]
+        return dtensor.normalize(x, residual, gate, weight, spec)
     if x.is_nested and isinstance(x.shape[-1], int) and x.lengths() is None:  # type: ignore[attr-defined]
-        return _normalize_jagged(x, residual, weight, eps, weight_offset, code)
-    if need_plain_operations(x, residual, weight):
+        return _normalize_jagged(x, residual, gate, weight, spec)
+    if _need_decomposition(tensors):
         if residual is not None:
-            x = h = x + residual
-        return decomposition.forward(x, weight, eps, weight_offset, rounding), h
+            return decomposition.add_forward(x, residual, weight, spec)
+        return decomposition.forward(x, gate, weight, spec), None
 
-    result = reference.result_dtype(x, weight, rounding)
+    result = reference.y_dtype(x.dtype, gate, weight, spec)
     if weight is not None and weight.dtype == torch.float64 != x.dtype:
         weight = weight.float()
-    options = (eps, weight_offset, code)
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual, weight))
-    if transforming:
-        if residual is not None:
-            y, h, _ = functorch.AddRMSNorm.apply(x, residual, weight, *options)
-        else:
-            y, _ = functorch.RMSNorm.apply(x, weight, *options)
-    elif residual is not None:
-        if wanted:
-            if torch.compiler.is_compiling() and residual is x:
-                residual = x.view_as(x)  # the compiler takes no tensor twice
-            y, h = autograd.AddRMSNorm.apply(x, residual, weight, *options)
-        else:
-            y, h, _ = operators(x).add_forward(x, residual, weight, *options)
-    elif wanted:
-        y = autograd.RMSNorm.apply(x, weight, *options, memory_efficient)
-    else:
-        y = operators(x).forward(x, weight, *options)
+    y, h = _on_kernels(x, residual, gate, weight, spec, memory_efficient)
     return y if y.dtype == result else y.to(result), h
 
 
-def _normalize_jagged(
-    x: Any, residual: Tensor | None, weight: Tensor | None, eps: float, weight_offset: float, code: int
-) -> tuple[Tensor, Tensor | None]:
+def _on_kernels(
+    x: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    spec: NormSpec,
+    memory_efficient: bool,
+) -> Result:
+    if differentiating():
+        y, *h, _ = autograd.FunctorchNorm.apply(x, residual, gate, weight, spec)
+        return y, h[0] if h else None
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual, gate, weight)):
+        if torch.compiler.is_compiling():  # the compiler takes no tensor twice
+            residual = x.view_as(x) if residual is x else residual
+            gate = x.view_as(x) if gate is x else gate
+        results = autograd.Norm.apply(x, residual, gate, weight, spec, memory_efficient)
+        return (results, None) if residual is None else results
+    if residual is not None:
+        return doors.add_forward(x, residual, weight, spec)[:2]
+    return doors.forward(x, gate, weight, spec), None
+
+
+def _normalize_jagged(x: Any, residual: Any, gate: Any, weight: Tensor | None, spec: NormSpec) -> Result:
     """The rows of a jagged tensor lie in one dense tensor, which is normalised as any other."""
-    dense = None if residual is None else residual.values()
-    y, h = normalize_rows(x.values(), dense, weight, eps, weight_offset, code, False)
+    residual, gate = (t if t is None else t.values() for t in (residual, gate))
+    y, h = normalize(x.values(), residual, gate, weight, spec)
 
     def jagged(t: Tensor) -> Tensor:
         return nested_tensor_from_jagged(t, x.offsets(), jagged_dim=x._ragged_idx)
@@ -113,18 +105,41 @@ def _normalize_jagged(
     return jagged(y), None if h is None else jagged(h)
 
 
-def need_plain_operations(x: Tensor, *others: Tensor | None) -> bool:
+def differentiating() -> bool:
+    """Whether a transform of functorch is in force, or forward-mode differentiation, for which `out` is not."""
+    if forward_ad._current_level >= 0:
+        return True
+    return _functorch_active() and any(key != _TRANSFORMS.Functionalize for key in _transforms())
+
+
+def _transforms() -> list[Any]:
+    return [layer.key() for layer in torch._C._functorch.get_interpreter_stack() or ()]
+
+
+def _need_decomposition(tensors: list[Tensor]) -> bool:
     """Whether only operations that PyTorch itself knows will do."""
     compiling, transforming = torch.compiler.is_compiling(), _functorch_active()
-    if decomposition.exporting() or forward_ad._current_level >= 0:
+    if decomposition.exporting():
         return True
     # The compiler would unroll the reference's sums, and traces no `autograd.Function` under functorch.
-    if compiling and (_compile_as == "formula" or transforming):
+    if compiling and (_compile_as == "formula" or transforming or forward_ad._current_level >= 0):
         return True
     # The reference, which computes float64, reads the bits of numbers: torch 2.10 cannot `vmap` that.
-    if x.dtype == torch.float64 and (compiling or transforming):
+    if tensors[0].dtype == torch.float64 and (compiling or transforming or forward_ad._current_level >= 0):
         return True
-    if transforming and not functorch.only_reverse_mode_and_vmap():
+    # functorch has no rule for an `autograd.Function` under `functionalize`.
+    if transforming and _TRANSFORMS.Functionalize in (keys := _transforms()) and set(keys) != {keys[0]}:
         return True
-    tensors = [t for t in (x, *others) if t is not None]
-    return any(functorch.dispatches_itself(functorch.inside(t) if transforming else t) for t in tensors)
+    return any(dispatches_itself(_unwrapped(t) if transforming else t) for t in tensors)
+
+
+def dispatches_itself(t: Tensor) -> bool:
+    """A subclass that decides for every operation what it means, except for the tracers', which know ours."""
+    return type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not isinstance(t, autograd.TRACERS)
+
+
+def _unwrapped(t: Tensor) -> Tensor:
+    """The tensor under the wrappers of all transforms in force."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    return t

@@ -1,32 +1,38 @@
-"""The public functions: checks and shapes.
+"""The public functions.
 
-A plain call goes straight to the operator, or to the `autograd.Function` around it where a gradient is needed; the
-operator refuses what it must not touch, and why is found out afterwards. Every other call is checked first, and takes
-the way that routing.py finds for it.
+Fast path: what is common goes directly to an operator, or to the `autograd.Function` around it, whose own checks guard
+memory. Where an operator refuses its arguments, the checks of the public face say why. Every other call is checked
+first (checked.py), and takes the way that dispatch.py finds for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function
 
-from rmsnorm import checks, dispatch, gating
-from rmsnorm.numerics import reference
-from rmsnorm.ops import autograd, functorch
+from rmsnorm import checked, checks
+from rmsnorm.ops import autograd, doors
 from rmsnorm.ops.library import operators
+from rmsnorm.spec import ACTIVATIONS, ROUNDINGS, NormSpec
 
-_CODES = {name: index for index, name in enumerate(reference.ROUNDINGS)}
+_ROUNDINGS = {name: index for index, name in enumerate(ROUNDINGS)}
+_ACTIVATIONS = {name: index for index, name in enumerate(ACTIVATIONS)}
+_FLOAT64, _Parameter = torch.float64, nn.Parameter
 _direct, _on_gpu = operators.direct, operators.gpu
+_has_gpu = _on_gpu is not _direct
+_forward = _direct.forward
 # Function.apply, less what it does for functorch, which does not come this way.
-_train = super(torch.autograd.Function, autograd.RMSNorm).apply
-_add_train = super(torch.autograd.Function, autograd.AddRMSNorm).apply
+_train = super(torch.autograd.Function, autograd.Norm).apply
 _functorch_active = torch._C._are_functorch_transforms_active
 _forward_mode = torch.autograd.forward_ad
-_straight = dispatch.straight
+_compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 _count_change = torch.autograd.graph.increment_version  # the operator does not: see autograd's check of what it saved
+_new = tuple.__new__  # NormSpec's own constructor costs three times as much
 
 
 def rms_norm(
@@ -59,8 +65,7 @@ def rms_norm(
             "before_scale": x_hat to x's dtype, then the product to the promotion of x and weight (Llama, Qwen);
             "weight_dtype": x_hat to the weight's dtype if that has 16 bits, and the product to it (T5).
         normalized_shape: the trailing dimensions to normalise over, if weight does not say; the last one by default.
-        group_size: how many consecutive elements of the last dimension share their statistics; it divides d. None means
-            all of them.
+        group_size: how many consecutive elements of a row share their statistics; it divides d. None means all of them.
         out: receives the result; may be x itself. For inference: not together with a gradient.
 
     Returns:
@@ -73,33 +78,55 @@ def rms_norm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    # What is common goes first and straight: at small sizes these tests are a third of the call. What the operator will
-    # not take (its own checks guard memory), and what reads oddly here, is handled or refused with its reason below.
-    try:
-        if normalized_shape is None and group_size is None and _straight(x, weight, eps, weight_offset):
-            wanted = _grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
-            if out is not None:
-                if out.device == x.device and not (wanted or (_grad_enabled() and out.requires_grad) or out.is_neg()):
-                    if weight_offset == 0.0 and rounding == "once":
-                        _direct.forward_out(x, weight, eps, out)
-                    else:
-                        _direct.forward_out(x, weight, eps, out, weight_offset, _CODES[rounding])
-                    _count_change((out,))
-                    return out
-            elif wanted:
-                return _train(x, weight, eps, weight_offset, _CODES[rounding], False)  # type: ignore[no-any-return]
-            elif weight_offset == 0.0 and rounding == "once":
-                return (_on_gpu if x.is_cuda else _direct).forward(x, weight, eps)  # type: ignore[no-any-return]
-            else:
-                forward = (_on_gpu if x.is_cuda else _direct).forward
-                return forward(x, weight, eps, weight_offset, _CODES[rounding])  # type: ignore[no-any-return]
-    except (AttributeError, KeyError, RuntimeError, TypeError):
-        pass
+    if (  # as _is_common, spelled out: at small sizes these tests are a quarter of the call
+        type(x) is Tensor
+        and type(eps) is float
+        and (
+            weight is None
+            or (
+                (type(weight) is _Parameter or type(weight) is Tensor)
+                and weight.dim() == 1
+                and weight.dtype is not _FLOAT64
+            )
+        )
+        and x.dtype is not _FLOAT64
+        and normalized_shape is None
+        and type(weight_offset) is float
+        and type(rounding) is str
+        and rounding in _ROUNDINGS
+        and (group_size is None or (type(group_size) is int and group_size > 0))
+        and not _functorch_active()
+        and _forward_mode._current_level < 0
+        and not _compiling()
+        and (out is None or _can_write(out, x, weight))
+    ):
+        try:
+            if out is None and _grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
+                fields = eps, weight_offset, _ROUNDINGS[rounding], group_size or 0, 0, False, False, 1.0
+                return _train(x, None, None, weight, _new(NormSpec, fields), False)  # type: ignore[no-any-return]
+            if group_size is None and out is None:
+                forward = _on_gpu.forward if _has_gpu and x.is_cuda else _forward
+                if weight_offset == 0.0 and rounding == "once":
+                    return forward(x, weight, eps)  # type: ignore[no-any-return]
+                return forward(x, weight, eps, weight_offset, _ROUNDINGS[rounding])  # type: ignore[no-any-return]
+            spec = NormSpec(eps, weight_offset, _ROUNDINGS[rounding], group_size or 0)
+            if out is None:
+                return doors.forward(x, None, weight, spec)
+            doors.forward_out(x, None, weight, out, spec)
+            _count_change((out,))
+            return out
+        except RuntimeError as error:
+            refusal = error
+        options: Any = {"weight_offset": weight_offset, "rounding": rounding, "group_size": group_size}
+        checked.explain(refusal, (x, None, None, weight, out), eps, **options)
+    options = {"weight_offset": weight_offset, "rounding": rounding, "group_size": group_size}
+    if checked.is_proxy(x):
+        options |= {"normalized_shape": normalized_shape, "out": out}
+        return handle_torch_function(rms_norm, (x,), x, weight, eps, **options)
+    spec = checked.spec_of(x, eps, **options)
     if out is not None:
-        return _write_out(out, x, weight, eps, weight_offset, rounding, normalized_shape, group_size)
-    if group_size is not None:
-        return _normalize_groups(x, weight, eps, weight_offset, rounding, normalized_shape, group_size)
-    return normalize(x, None, weight, eps, weight_offset, rounding, normalized_shape)[0]
+        return checked.write_out(out, x, None, weight, spec, normalized_shape)
+    return checked.normalize(x, None, None, weight, spec, normalized_shape)[0]
 
 
 def add_rms_norm(
@@ -110,8 +137,12 @@ def add_rms_norm(
     *,
     weight_offset: float = 0.0,
     rounding: str = "once",
+    normalized_shape: int | Sequence[int] | None = None,
+    group_size: int | None = None,
+    sum: str = "rounded",  # noqa: A002 - as vLLM and STAGES say
+    alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Adds the residual stream and normalises the sum, in one pass over memory.
+    """Adds a branch to the residual stream and normalises the sum, in one pass over memory.
 
         h = x + residual;  y = rms_norm(h, weight, eps)
 
@@ -123,103 +154,161 @@ def add_rms_norm(
 
     Args:
         x: (*, d), as for `rms_norm`.
-        residual: the same shape, dtype and device as x.
-        weight, eps, weight_offset, rounding: as for `rms_norm`.
+        residual: of x's shape and device, in a dtype of its own: a stream may be float32 beside 16-bit branches.
+        weight, eps, weight_offset, rounding, normalized_shape, group_size: as for `rms_norm`.
+        sum: what is normalised, "rounded": h; "exact": the sum before it is rounded to h (vLLM).
+        alpha: x * alpha, rounded to x's dtype, is added in x's place (Granite, MiniCPM).
 
     Returns:
-        y and h, both of x's shape; the bits are those of the two separate steps. h, in x's dtype, is the next residual.
+        y in the dtype that x and `rounding` say, and h in the residual's, the next residual; both of x's shape. The
+        bits are those of the separate steps (docs/numerics.md).
 
     Raises:
         ValueError, TypeError: as `rms_norm`; and for a residual that does not match x.
     """
-    try:  # as in rms_norm
-        if type(residual) is Tensor and _straight(x, weight, eps, weight_offset):
+    if (
+        type(residual) is Tensor
+        and _is_common(x, weight, eps, weight_offset, rounding)
+        and normalized_shape is None
+        and group_size is None
+        and sum == "rounded"
+        and type(alpha) is float
+        and alpha == 1.0
+        and residual.dtype is x.dtype
+    ):
+        try:
             if _grad_enabled() and (
                 x.requires_grad or residual.requires_grad or (weight is not None and weight.requires_grad)
             ):
-                return _add_train(x, residual, weight, eps, weight_offset, _CODES[rounding])  # type: ignore[no-any-return]
-            add_forward = (_on_gpu if x.is_cuda else _direct).add_forward
+                spec = _new(NormSpec, (eps, weight_offset, _ROUNDINGS[rounding], 0, 0, False, False, 1.0))
+                return _train(x, residual, None, weight, spec, False)  # type: ignore[no-any-return]
+            add_forward = (_on_gpu if _has_gpu and x.is_cuda else _direct).add_forward
             if weight_offset == 0.0 and rounding == "once":
                 y, h, _ = add_forward(x, residual, weight, eps)
             else:
-                y, h, _ = add_forward(x, residual, weight, eps, weight_offset, _CODES[rounding])
+                y, h, _ = add_forward(x, residual, weight, eps, weight_offset, _ROUNDINGS[rounding])
             return y, h
-    except (AttributeError, KeyError, RuntimeError, TypeError):
-        pass
-    if residual is None:  # to `normalize` that is no residual
-        checks.check_residual(x, residual)  # type: ignore[unreachable]
-    y, h = normalize(x, residual, weight, eps, weight_offset, rounding, None)
+        except RuntimeError as error:
+            refusal = error
+        checked.explain(refusal, (x, residual, None, weight, None), eps, weight_offset=weight_offset, rounding=rounding)
+    options: Any = {"weight_offset": weight_offset, "rounding": rounding, "group_size": group_size}
+    options |= {"sum": sum, "alpha": alpha}
+    if checked.is_proxy(x):
+        options |= {"normalized_shape": normalized_shape}
+        return handle_torch_function(add_rms_norm, (x,), x, residual, weight, eps, **options)
+    spec = checked.spec_of(x, eps, **options)
+    checks.check_residual(residual, x)  # also None, which is no residual below
+    y, h = checked.normalize(x, residual, None, weight, spec, normalized_shape)
     assert h is not None  # noqa: S101 - for the type checker: a residual was given
     return y, h
 
 
-def normalize(
+def gated_rms_norm(
     x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    eps: float | str | None,
-    weight_offset: float,
-    rounding: str,
-    normalized_shape: int | Sequence[int] | None,
-    memory_efficient: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """y, and h when there is a residual: everything checked, every kind of tensor, gradients included."""
-    dims = checks.check_inputs(x, weight, normalized_shape)
-    if residual is not None:
-        checks.check_residual(x, residual)
-    eps = checks.check_eps(eps, x.dtype)
-    weight_offset = checks.check_weight_offset(weight_offset)
-    code = checks.check_rounding(rounding)
-
-    shape = x.shape
-    if dims > 1:
-        x = x.flatten(-dims)
-        residual = None if residual is None else residual.flatten(-dims)
-        weight = None if weight is None else weight.flatten()
-    y, h = dispatch.normalize_rows(x, residual, weight, eps, weight_offset, code, memory_efficient)
-    if dims > 1:
-        y, h = y.reshape(shape), None if h is None else h.reshape(shape)
-    return y, h
-
-
-def _write_out(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float | None,
-    weight_offset: float,
-    rounding: str,
-    normalized_shape: int | Sequence[int] | None,
-    group_size: int | None,
+    gate: Tensor | None,
+    weight: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    weight_offset: float = 0.0,
+    rounding: str = "once",
+    normalized_shape: int | Sequence[int] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """What the operator does not take: several dimensions, strided columns, float64, groups; and what it must not."""
-    if _functorch_active() or _forward_mode._current_level >= 0:
-        raise ValueError("out is for inference: leave it out inside torch.func transforms and forward-mode derivatives")
-    if isinstance(out, Tensor) and functorch.dispatches_itself(out):
-        raise TypeError(f"out must be a plain torch.Tensor, got {type(out).__name__}")
-    checks.check_inputs(x, weight, normalized_shape)
-    checks.check_rounding(rounding)
-    checks.check_out(out, x, weight, reference.result_dtype(x, weight, rounding))
-    if _grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, out)):
-        raise ValueError("out is for inference: call under torch.no_grad(), or leave it out where a gradient is needed")
-    if group_size is not None:
-        return out.copy_(_normalize_groups(x, weight, eps, weight_offset, rounding, normalized_shape, group_size))
-    return out.copy_(normalize(x, None, weight, eps, weight_offset, rounding, normalized_shape)[0])
+    """Root mean square normalisation of the last dimension, or of groups of it, multiplied by a gate.
+
+        y = norm(x) * act(gate)    or, with norm_before_gate=False,    y = norm(x * act(gate))
+        norm(u) = u / sqrt(mean(u^2) + eps) * (weight + weight_offset)
+
+    >>> x, gate = torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 100.0]])
+    >>> gated_rms_norm(x, gate, activation="sigmoid")
+    tensor([[0.4243, 1.1314]])
+
+    Args:
+        x: (*, d), float32, bfloat16, float16 or float64. Computed in float32 (float64 for float64), the gate included.
+        gate: of x's shape and device, in a dtype of its own. None means no gate: the norm of `rms_norm`.
+        weight, eps, weight_offset, normalized_shape, group_size, out: as for `rms_norm`.
+        activation: "silu" (Mamba 2, Qwen3-Next) or "sigmoid" (Kimi-Linear).
+        norm_before_gate: False for Mamba 2 and its kin, whose gate is inside the norm.
+        rounding: as for `rms_norm`. Where the gate comes last, a rounding other than "once" also rounds the norm's
+            result before the gate, and y has x's dtype.
+
+    Raises:
+        ValueError: shapes, devices or options that do not fit together.
+        TypeError: arguments that are no dense floating-point tensors.
+
+    Source: Dao and Gu, "Transformers are SSMs", 2024, and its `RMSNormGated`.
+    """
+    if (
+        (gate is None or type(gate) is Tensor)
+        and _is_common(x, weight, eps, weight_offset, rounding)
+        and normalized_shape is None
+        and out is None
+        and (group_size is None or (type(group_size) is int and group_size > 0))
+        and type(activation) is str
+        and activation in _ACTIVATIONS
+        and type(norm_before_gate) is bool
+    ):
+        fields = eps, weight_offset, _ROUNDINGS[rounding], group_size or 0, _ACTIVATIONS[activation]
+        try:
+            if _grad_enabled() and (
+                x.requires_grad
+                or (gate is not None and gate.requires_grad)
+                or (weight is not None and weight.requires_grad)
+            ):
+                spec = _new(NormSpec, (*fields, not norm_before_gate, False, 1.0))
+                return _train(x, None, gate, weight, spec, False)  # type: ignore[no-any-return]
+            gated_forward = (_on_gpu if _has_gpu and x.is_cuda else _direct).gated_forward
+            return gated_forward(x, gate, weight, *fields, not norm_before_gate)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            refusal = error
+        options: Any = {"weight_offset": weight_offset, "rounding": rounding, "group_size": group_size}
+        checked.explain(refusal, (x, None, gate, weight, None), eps, **options)
+    options = {"weight_offset": weight_offset, "rounding": rounding, "group_size": group_size}
+    options |= {"activation": activation, "norm_before_gate": norm_before_gate}
+    if checked.is_proxy(x):
+        options |= {"normalized_shape": normalized_shape, "out": out}
+        return handle_torch_function(gated_rms_norm, (x,), x, gate, weight, eps, **options)
+    spec = checked.spec_of(x, eps, **options)
+    if out is not None:
+        return checked.write_out(out, x, gate, weight, spec, normalized_shape)
+    return checked.normalize(x, None, gate, weight, spec, normalized_shape)[0]
 
 
-def _normalize_groups(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float | None,
-    weight_offset: float,
-    rounding: str,
-    normalized_shape: int | Sequence[int] | None,
-    group_size: int,
-) -> Tensor:
-    if normalized_shape is None:
-        y = gating.direct(x, None, weight, eps, weight_offset, rounding, group_size)
-        if y is not None:
-            return y
-    if checks.check_inputs(x, weight, normalized_shape) != 1:
-        raise ValueError("group_size divides the last dimension: weight and normalized_shape must have one dimension")
-    return gating.normalize_groups(x, None, weight, eps, weight_offset, rounding, group_size)
+def _is_common(x: Any, weight: Any, eps: Any, weight_offset: Any, rounding: Any) -> bool:
+    """Whether a call may go to an operator, or the `autograd.Function` around it, with no check but the operator's."""
+    return (
+        type(x) is Tensor
+        and type(eps) is float
+        and type(weight_offset) is float
+        and type(rounding) is str
+        and rounding in _ROUNDINGS
+        and x.dtype is not _FLOAT64
+        and (
+            weight is None
+            or (
+                (type(weight) is _Parameter or type(weight) is Tensor)
+                and weight.dim() == 1
+                and weight.dtype is not _FLOAT64
+            )
+        )
+        and not _functorch_active()
+        and _forward_mode._current_level < 0
+        and not _compiling()
+    )
+
+
+def _can_write(out: Any, x: Tensor, weight: Tensor | None) -> bool:
+    """Whether the operator may write out, without a check but its own."""
+    return (
+        type(out) is Tensor
+        and out.layout is torch.strided
+        and out.is_contiguous()
+        and x.is_contiguous()
+        and (weight is None or weight.is_contiguous())
+        and out.device == x.device
+        and not (out.is_neg() or out.is_inference())
+        and not (_grad_enabled() and any(t is not None and t.requires_grad for t in (out, x, weight)))
+    )

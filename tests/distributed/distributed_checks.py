@@ -17,7 +17,8 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 from rmsnorm import RMSNorm, add_rms_norm, rms_norm
 from rmsnorm.distributed import weight_gradient
-from rmsnorm.numerics import decomposition, reference
+from rmsnorm.numerics import decomposition, fixed_sum
+from rmsnorm.spec import ROUNDINGS, NormSpec
 from tests.support.bits import bits_equal
 
 RANKS = 8
@@ -68,7 +69,7 @@ def hidden_sharding_has_the_bits_of_one_process_on_1_2_4_and_8_ranks():
         mesh = DeviceMesh("cpu", torch.arange(ranks))
         if mesh.get_coordinate() is None:
             continue
-        cases = [((3, 5, 64), {"rounding": r}) for r in reference.ROUNDINGS]
+        cases = [((3, 5, 64), {"rounding": r}) for r in ROUNDINGS]
         cases += [((4, 65), {}), ((4, 3), {"weight_offset": 1.0}), ((1000,), {})]
         for (shape, options), pair in itertools.product(cases, PAIRS):
             given = tensors(shape, *pair)
@@ -276,7 +277,7 @@ def function_transforms_take_dtensors():
     *found, dweight = transformed(rms_norm, *given)
     assert all(t.placements == (Shard(0),) for t in found)
     # It is the formula: DTensor knows each of its operations.
-    *wanted, expected = transformed(lambda x, weight: decomposition.forward(x, weight, 1e-6, 0.0, "once"), x, weight)
+    *wanted, expected = transformed(lambda x, weight: decomposition.forward(x, None, weight, NormSpec(1e-6)), x, weight)
     same(found, wanted)
     # Both are float32 sums of the same 24 terms, in two orders: each of 23 additions rounds by 2^-24 of all at most.
     magnitude = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)).abs().sum((0, 1))
@@ -295,7 +296,7 @@ class AddInPairs:
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         parts = torch.empty_like(input_tensor)  # what each rank has of this rank's share
         dist.all_to_all_single(parts, input_tensor, group=group)
-        total = reference.add_in_pairs(parts.view(group.size(), -1))
+        total = fixed_sum.add_in_pairs(parts.view(group.size(), -1))
         output_tensor.copy_(total / group.size() if op == dist.ReduceOp.AVG else total)
 
 

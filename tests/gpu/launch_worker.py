@@ -19,8 +19,8 @@ from triton.backends.compiler import GPUTarget
 
 from rmsnorm import gpu
 from rmsnorm.gpu import call_cache, gated_forward, gated_operators, launching, layout, operators
-from rmsnorm.numerics import reference
-from rmsnorm.ops import gated as gated_ops
+from rmsnorm.numerics import fixed_sum
+from rmsnorm.ops import fallback as gated_ops
 
 BRAIN, SINGLE = torch.bfloat16, torch.float32
 
@@ -273,7 +273,7 @@ def gated_grids():
                         yield f"{rows} x {groups} x {cols}: {kernel.name} has tiles of {named['BLOCK']}"
                     units = -(-rows // named.get("ROWS", 1))
                     if named.get("partial") is not None:
-                        units = reference.leaves(rows)
+                        units = fixed_sum.leaves(rows)
                         if 1 << named["log_leaves"] != units:
                             yield f"{rows} x {groups} x {cols}: leaves of {named['log_leaves']} levels"
                     if grid != (units * groups * pieces, 1, 1) or named["groups"] != groups or named["cols"] != cols:
@@ -314,7 +314,7 @@ def grids():
                     if not 0 <= named["tiles"] * named["BLOCK"] - cols < named["BLOCK"]:
                         yield f"{rows} x {cols}: {kernel.name} has {named['tiles']} tiles of columns"
                 elif kernel.name == "columns" or (kernel.name == "backward" and named["partial"] is not None):
-                    covered, needed, unit = grid[0], reference.leaves(rows), 1
+                    covered, needed, unit = grid[0], fixed_sum.leaves(rows), 1
                     if 1 << named["log_leaves"] != needed:
                         yield f"{rows} x {cols}: {kernel.name} has leaves of {named['log_leaves']} levels"
                 else:

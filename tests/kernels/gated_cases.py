@@ -4,7 +4,7 @@ from itertools import product
 
 import torch
 
-from rmsnorm.numerics import gated_reference, reference
+from rmsnorm.spec import ACTIVATIONS, ROUNDINGS
 from tests.kernels.kernel_calls import (
     GATED,
     Case,
@@ -14,12 +14,13 @@ from tests.kernels.kernel_calls import (
     gated_case,
     plain_weight,
 )
+from tests.support import reference
 from tests.support.layouts import STRIDES, base
 from tests.support.rows import DTYPES, ROWS, WIDTHS, all_rows, finite_rows, generator, random_rows, special_weight
 
 WEIGHTS = (None, *DTYPES)
 # The activation and whether the gate comes first; None has no gate.
-FORMS = (*product(range(len(gated_reference.ACTIVATIONS)), (False, True)), None)
+FORMS = (*product(range(len(ACTIVATIONS)), (False, True)), None)
 SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 
 
@@ -154,8 +155,8 @@ def gated_layouts():
         copies = (17 << 20) // dtype.itemsize // cols // len(x) + 1
         gate = None if form is None else gate_rows(len(x), cols, dtype, seed=1)
         activation, first = _call(form)
-        options = (size, gated_reference.ACTIVATIONS[activation], not first)
-        y, rstd = gated_reference.forward(x, gate, weight, 1e-6, 0.0, reference.ROUNDINGS[0], *options)
+        options = (size, ACTIVATIONS[activation], not first)
+        y, rstd = reference.gated_forward(x, gate, weight, 1e-6, 0.0, ROUNDINGS[0], *options)
         many = [None if t is None else t.expand(copies, *t.shape) for t in (x, gate, y, rstd)]
         name = f"past the cache {describe_gate(gate, _call(form), size)} {describe(x, weight, 0.0)}"
         arguments = (*many[:2], weight, 1e-6, 0.0, 0, size, activation, first)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rmsnorm.numerics import gated_reference, reference
+from rmsnorm.spec import ACTIVATIONS, ROUNDINGS
+from tests.support import reference
 from tests.support.rows import generator, random_rows
 
 NORMALIZE, ADD, BACKWARD, REBUILD = "normalize", "add", "backward", "rebuild"
@@ -22,14 +23,14 @@ class Case:
 
 
 def normalize_case(name, x, weight, eps=1e-6, offset=0.0, rounding=0):
-    expected = reference.forward(x, weight, eps, offset, reference.ROUNDINGS[rounding])
+    expected = reference.forward(x, weight, eps, offset, ROUNDINGS[rounding])
     return Case(
         f"{name} {describe(x, weight, offset, rounding)}", NORMALIZE, (x, weight, eps, offset, rounding), expected
     )
 
 
 def add_case(name, x, residual, weight, eps=1e-6, offset=0.0, rounding=0):
-    expected = reference.add_forward(x, residual, weight, eps, offset, reference.ROUNDINGS[rounding])
+    expected = reference.add_forward(x, residual, weight, eps, offset, ROUNDINGS[rounding])
     arguments = (x, residual, weight, eps, offset, rounding)
     return Case(f"{name} {describe(x, weight, offset, rounding)}", ADD, arguments, expected)
 
@@ -42,7 +43,7 @@ def backward_case(name, dy, x, weight, offset=0.0, dh=None, eps=1e-6):
 
 
 def rebuild_case(name, x, weight, offset=0.0, rounding=0, eps=1e-6, dh=None):
-    y, rstd = reference.forward(x, weight, eps, offset, reference.ROUNDINGS[rounding])
+    y, rstd = reference.forward(x, weight, eps, offset, ROUNDINGS[rounding])
     dy = random_rows(1, x.shape[-1], y.dtype, 1)[0].expand(x.shape)
     rebuilt = reference.rebuild(y, rstd, weight, offset, x.dtype)
     expected = reference.backward(dy, rebuilt, rstd, weight, offset, dh)
@@ -52,22 +53,22 @@ def rebuild_case(name, x, weight, offset=0.0, rounding=0, eps=1e-6, dh=None):
 
 def gated_case(name, x, gate, weight, form, group_size, offset=0.0, rounding=0, eps=1e-6):
     """`form` is the activation's index and whether the gate comes first."""
-    activation, norm_first = gated_reference.ACTIVATIONS[form[0]], not form[1]
-    options = (weight, eps, offset, reference.ROUNDINGS[rounding], group_size, activation, norm_first)
-    expected = gated_reference.forward(x, gate, *options)
+    activation, norm_first = ACTIVATIONS[form[0]], not form[1]
+    options = (weight, eps, offset, ROUNDINGS[rounding], group_size, activation, norm_first)
+    expected = reference.gated_forward(x, gate, *options)
     name = f"{name} {describe_gate(gate, form, group_size)} {describe(x, weight, offset, rounding)}"
     return Case(name, GATED, (x, gate, weight, eps, offset, rounding, group_size, *form), expected)
 
 
 def residual_case(name, x, residual, weight, rounding=0, group_size=0, exact=False, alpha=1.0, offset=0.0, eps=1e-6):
-    """The steps of STAGES one by one, each in plain PyTorch or the reference."""
+    """The residual modes of docs/numerics.md step by step, in plain PyTorch and a float32 norm without weight."""
     branch = x if alpha == 1 else x * alpha
     total = branch.float() + residual.float()
     h = total.to(residual.dtype)
     u, size = total if exact else h, group_size or x.shape[-1]
     # Without weight and roundings, and of float32, the result is x_hat.
-    x_hat, rstd = gated_reference.forward(u.float(), None, None, eps, 0.0, "once", size, "silu", True)
-    convention = reference.ROUNDINGS[rounding]
+    x_hat, rstd = reference.gated_forward(u.float(), None, None, eps, 0.0, "once", size, "silu", True)
+    convention = ROUNDINGS[rounding]
     y = x_hat.to(x_hat_type(x, weight, rounding)).float()
     if weight is not None:
         y = y * (weight.float() + offset if offset else weight.float())
@@ -79,16 +80,16 @@ def residual_case(name, x, residual, weight, rounding=0, group_size=0, exact=Fal
 
 def x_hat_type(x, weight, rounding):
     """The type that x_hat is rounded to: the kernels' x_hat_dtype."""
-    name = reference.ROUNDINGS[rounding]
+    name = ROUNDINGS[rounding]
     if name == "before_scale":
         return x.dtype
     return weight.dtype if name == "weight_dtype" and weight is not None else torch.float32
 
 
 def gated_backward_case(name, dy, x, gate, weight, form, group_size, offset=0.0, eps=1e-6, dh=None):
-    activation, norm_first = gated_reference.ACTIVATIONS[form[0]], not form[1]
-    rstd = gated_reference.forward(x, gate, weight, eps, offset, "once", group_size, activation, norm_first)[1]
-    expected = gated_reference.backward(dy, x, gate, rstd, weight, offset, group_size, activation, norm_first, dh)
+    activation, norm_first = ACTIVATIONS[form[0]], not form[1]
+    rstd = reference.gated_forward(x, gate, weight, eps, offset, "once", group_size, activation, norm_first)[1]
+    expected = reference.gated_backward(dy, x, gate, rstd, weight, offset, group_size, activation, norm_first, dh)
     name = f"{name} {describe_gate(gate, form, group_size)} {describe(x, weight, offset)} dy={short(dy.dtype)}"
     name += f" dh={dh is not None}"
     arguments = (dy, x, gate, rstd, weight, dh, offset, group_size, *form)
@@ -97,9 +98,7 @@ def gated_backward_case(name, dy, x, gate, weight, form, group_size, offset=0.0,
 
 def describe_gate(gate, form, group_size):
     kind = (
-        "no gate"
-        if gate is None
-        else f"{short(gate.dtype)} {gated_reference.ACTIVATIONS[form[0]]} {'before' if form[1] else 'after'}"
+        "no gate" if gate is None else f"{short(gate.dtype)} {ACTIVATIONS[form[0]]} {'before' if form[1] else 'after'}"
     )
     return f"{kind}, groups of {group_size},"
 
@@ -110,7 +109,7 @@ def short(dtype):
 
 def describe(x, weight, offset, rounding=0):
     kind = "none" if weight is None else short(weight.dtype)
-    return f"{tuple(x.shape)} x={short(x.dtype)} weight={kind} offset={offset} {reference.ROUNDINGS[rounding]}"
+    return f"{tuple(x.shape)} x={short(x.dtype)} weight={kind} offset={offset} {ROUNDINGS[rounding]}"
 
 
 def plain_weight(width, dtype, seed=3):

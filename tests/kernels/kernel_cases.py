@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from rmsnorm.numerics import reference
+from rmsnorm import spec
 from tests.kernels import gated_cases, residual_cases
 from tests.kernels.kernel_calls import (
     ADD,
@@ -22,11 +22,11 @@ from tests.kernels.kernel_calls import (
     plain_weight,
     rebuild_case,
 )
-from tests.support import sharp_cases
+from tests.support import reference, sharp_cases
 from tests.support.layouts import STRIDES, base
 from tests.support.rows import DTYPES, ROWS, WIDTHS, all_rows, finite_rows, from_bits, random_rows, special_weight
 
-ROUNDINGS = range(len(reference.ROUNDINGS))
+ROUNDINGS = range(len(spec.ROUNDINGS))
 WEIGHTS = (None, *DTYPES)
 SHORT = tuple(width for width in WIDTHS if width <= 127)
 SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16

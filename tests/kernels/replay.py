@@ -104,8 +104,7 @@ def encode(case):
     """A case as replay.cpp reads it: which function, numbers, arrays."""
     if case.op in FORWARDS:
         x, residual, gate, weight, spec = FORWARDS[case.op](*case.arguments)
-        rounding = reference.ROUNDINGS[spec.rounding]
-        normed = reference.result_dtype(x, weight, rounding) if spec.rounding else torch.float32
+        normed = reference.result_dtype(x.dtype, weight, spec) if spec.rounding else torch.float32
         types = map(_CODES.get, (case.expected[0].dtype, x_hat_type(x, weight, spec.rounding), normed))
         flags = spec.group_size or x.shape[-1], spec.activation, spec.gate_first, spec.exact_sum
         head = struct.pack("<q3d7q", 0, spec.eps, spec.weight_offset, spec.alpha, *types, *flags)

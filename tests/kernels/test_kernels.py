@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rmsnorm.numerics import reference
 from rmsnorm.ops import library
 from tests.kernels import kernel_cases
 from tests.kernels.kernel_calls import plain_weight
+from tests.support import reference
 from tests.support.bits import bits_equal
 from tests.support.rows import DTYPES, all_rows, generator, random_rows
 

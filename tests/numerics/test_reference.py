@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rmsnorm.numerics import reference
-from tests.support import exact
+from rmsnorm.numerics import fixed_sum
+from tests.support import exact, reference
 from tests.support.rows import DTYPES, WIDTHS, all_rows, finite_rows, from_bits, generator, random_rows
 
 # float32 and bfloat16 reach both; float16 ends at 65504 and is scaled within that.
@@ -151,8 +151,8 @@ def test_h_is_the_rounded_sum():
 # ---------------------------------------------------------------- the sum that has no order
 
 
-def fixed_sum(terms):
-    return reference._fixed_sum(terms, two_quanta=False).item()
+def sum_of(terms):
+    return fixed_sum.fixed_sum(terms, two_quanta=False).item()
 
 
 @pytest.mark.parametrize("terms", [1, 2, 3, 4, 5, 1000, 1024, 1025, 65536])
@@ -160,14 +160,14 @@ def test_fixed_sum_is_below_the_exact_sum_by_less_than_n_quanta(terms):
     for seed in range(3):
         t = torch.rand(terms, generator=generator(seed), dtype=torch.float64) * 2 - 1
         t *= 2.0 ** -torch.randint(0, 80, (terms,), generator=generator(seed + 1)).double()
-        missing = sum(map(Fraction, t.tolist())) - Fraction(fixed_sum(t))
+        missing = sum(map(Fraction, t.tolist())) - Fraction(sum_of(t))
         assert 0 <= missing < terms * Fraction(exact.quantum(0, terms))
 
 
 def test_fixed_sum_is_a_multiple_of_the_quantum_and_exact_where_the_terms_are():
     q = exact.quantum(0, 1000)
     t = torch.randint(-(2**41), 2**41 + 1, (1000,), generator=generator(1)).double() * q
-    assert fixed_sum(t) == sum(map(Fraction, t.tolist()))
+    assert sum_of(t) == sum(map(Fraction, t.tolist()))
     assert t.abs().max() <= 1
 
 
@@ -175,14 +175,14 @@ def test_a_tiny_negative_term_takes_one_whole_quantum():
     """Floor, not truncation: -1e-300 becomes -q, and nothing flushes it before."""
     q = exact.quantum(0, 2)
     for tiny in (-q / 2, -1e-100, -1e-300, -5e-324):
-        assert fixed_sum(torch.tensor([1.0, tiny], dtype=torch.float64)) == 1 - q
-        assert fixed_sum(torch.tensor([1.0, -tiny], dtype=torch.float64)) == 1
+        assert sum_of(torch.tensor([1.0, tiny], dtype=torch.float64)) == 1 - q
+        assert sum_of(torch.tensor([1.0, -tiny], dtype=torch.float64)) == 1
 
 
 def test_fixed_sum_holds_the_largest_terms_there_are():
     for terms in (1, 3, 1000, 65536, 1_000_000):
-        assert fixed_sum(torch.ones(terms, dtype=torch.float64)) == terms
-        assert fixed_sum(-torch.ones(terms, dtype=torch.float64)) == -terms
+        assert sum_of(torch.ones(terms, dtype=torch.float64)) == terms
+        assert sum_of(-torch.ones(terms, dtype=torch.float64)) == -terms
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -227,11 +227,11 @@ def test_rsqrt_in_float64_is_the_ieee_root_and_division():
     special = torch.tensor([0.25, 1.0, 2.0, 3.0, 1e-320, 5e-324, 2.0**-1022, 1.7e308], dtype=torch.float64)
     v = torch.cat([v, special])
     expected = torch.tensor([1 / math.sqrt(value) for value in v.tolist()], dtype=torch.float64)
-    assert torch.equal(reference._ieee_rsqrt(v), expected)
+    assert torch.equal(fixed_sum.ieee_rsqrt(v), expected)
     for short in (1, 2, 3, 5, 9):  # the tails of its vectors
-        assert torch.equal(reference._ieee_rsqrt(v[:short]), expected[:short])
-    assert torch.equal(reference._ieee_rsqrt(v[::3]), expected[::3])  # rstd comes out of reductions, with any stride
-    ends = reference._ieee_rsqrt(torch.tensor([0.0, math.inf, math.nan, -1.0], dtype=torch.float64))
+        assert torch.equal(fixed_sum.ieee_rsqrt(v[:short]), expected[:short])
+    assert torch.equal(fixed_sum.ieee_rsqrt(v[::3]), expected[::3])  # rstd comes out of reductions, with any stride
+    ends = fixed_sum.ieee_rsqrt(torch.tensor([0.0, math.inf, math.nan, -1.0], dtype=torch.float64))
     assert ends[:2].tolist() == [math.inf, 0.0]
     assert ends[2:].isnan().all()
 
@@ -239,19 +239,19 @@ def test_rsqrt_in_float64_is_the_ieee_root_and_division():
 def test_exponent_is_that_of_the_next_power_of_two():
     powers = 2.0 ** torch.arange(-149, 128, dtype=torch.float64)
     for m in (powers, powers * (1 + 2.0**-23), powers * (2 - 2.0**-23)):
-        e = reference._exponent(m)
+        e = fixed_sum.exponent_of(m)
         bound = 2.0 ** e.double()
         assert ((m < bound) & (bound <= 2 * m)).all()
-        assert torch.equal(reference._power_of_two(e), bound)
+        assert torch.equal(fixed_sum.power_of_two(e), bound)
         assert torch.equal(e, torch.frexp(m).exponent)
     # Of these no sum is taken, but what is computed beside it must not trap or warn.
     ends = torch.tensor([0.0, math.inf, math.nan], dtype=torch.float64)
-    assert torch.isfinite(reference._power_of_two(-reference._exponent(ends))).all()
+    assert torch.isfinite(fixed_sum.power_of_two(-fixed_sum.exponent_of(ends))).all()
 
 
 def test_leaves_of_dweight_depend_on_the_row_count_alone():
     for rows in [*range(2000), 8191, 8192, 8193, 10**5, 10**6, 10**9]:
-        leaves = reference.leaves(rows)
+        leaves = fixed_sum.leaves(rows)
         assert leaves.bit_count() == 1
         assert rows <= 64 * leaves
         assert leaves == 1 or rows > 32 * leaves  # no more of them than that takes

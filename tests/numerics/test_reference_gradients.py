@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import rmsnorm
-from rmsnorm.numerics import reference
+from rmsnorm.numerics import fixed_sum
+from tests.support import reference
 from tests.support.exact import ROUNDOFF, SUBNORMAL_STEP, exponent, quantum
 from tests.support.rows import DTYPES, random_rows
 
@@ -91,7 +92,7 @@ def test_dweight_is_within_its_roundings_of_float64_autograd(rows, dtype, w_dtyp
     _, rstd = reference.forward(x, weight, 1e-6, 0.0, "once")
     _, dweight = reference.backward(dy, x, rstd, weight, 0.0)
     _, expected = gradients_in_float64(dy, x, weight, 1e-6, 0.0)
-    leaves = reference.leaves(rows)
+    leaves = fixed_sum.leaves(rows)
     additions = math.ceil(rows / leaves) + math.log2(leaves)
     magnitudes = (dy.double() * textbook(x.double(), None, 1e-6, 0.0)).abs().sum(0)
     bound = ((1 + ROUNDOFF[torch.float32]) ** (3 + additions) - 1 + rows * 2.0**-50) * magnitudes
@@ -125,8 +126,8 @@ def sum_of_halves(terms):
 @pytest.mark.parametrize("rows", [0, 1, 64, 65, 127, 128, 129, 200, 257, 1000])
 def test_rows_are_summed_in_order_within_leaves_and_then_in_pairs(rows):
     terms = random_rows(rows, 7, torch.float32, 1)
-    assert torch.equal(reference.sum_rows(terms), sum_of_halves(terms))
-    assert torch.equal(reference.sum_rows(terms.view(-1, 1, 7)), sum_of_halves(terms))
+    assert torch.equal(fixed_sum.sum_rows(terms), sum_of_halves(terms))
+    assert torch.equal(fixed_sum.sum_rows(terms.view(-1, 1, 7)), sum_of_halves(terms))
 
 
 def test_dweight_is_summed_in_row_order_within_leaves():
@@ -136,7 +137,7 @@ def test_dweight_is_summed_in_row_order_within_leaves():
     dy[0] = 1.0
     x, rstd = torch.ones(rows, 1), torch.ones(rows, 1)  # x_hat = 1
     _, dweight = reference.backward(dy, x, rstd, None, 0.0)
-    assert reference.leaves(rows) == 4
+    assert fixed_sum.leaves(rows) == 4
     # First leaf: 1 swallows 63 terms, each half a unit, to even. The others sum to 64 * 2^-24 = 2^-18 each.
     assert dweight.item() == 1 + 3 * 2.0**-18
 
@@ -146,8 +147,8 @@ def test_dweight_is_summed_in_row_order_within_leaves():
 def test_the_sum_of_equal_shares_of_the_rows_is_the_sum_of_all(shares, rows):
     """What makes dweight the same on ranks with equal shares: each has a node of one process's tree."""
     terms = random_rows(shares * rows, 7, torch.float32, 1)
-    nodes = torch.stack([reference.sum_rows(share) for share in terms.split(rows)])
-    assert torch.equal(reference.add_in_pairs(nodes), reference.sum_rows(terms))
+    nodes = torch.stack([fixed_sum.sum_rows(share) for share in terms.split(rows)])
+    assert torch.equal(fixed_sum.add_in_pairs(nodes), fixed_sum.sum_rows(terms))
 
 
 def test_rebuilding_undoes_forward_to_within_the_rounding_of_y():

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import rmsnorm
-from rmsnorm.numerics import reference
+from rmsnorm.spec import ROUNDINGS
+from tests.support import reference
 from tests.support.rows import DTYPES, random_rows, rows_of_known_rms
 
 WIDTH = 64
@@ -62,7 +63,7 @@ def test_conventions_differ_where_there_are_16_bits(assert_bits_equal):
         rmsnorm.rms_norm(x.half(), weight, eps, rounding="weight_dtype"),
         rmsnorm.rms_norm(x.half(), weight, eps, rounding="before_scale").to(torch.bfloat16),
     )
-    results = [rmsnorm.rms_norm(x, weight.float(), eps, rounding=r) for r in reference.ROUNDINGS]
+    results = [rmsnorm.rms_norm(x, weight.float(), eps, rounding=r) for r in ROUNDINGS]
     assert_bits_equal(results[1], results[0])
     assert_bits_equal(results[2], results[0])
 

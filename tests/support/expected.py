@@ -7,7 +7,8 @@ import math
 
 import torch
 
-from rmsnorm.numerics import reference
+from rmsnorm.numerics import fixed_sum
+from tests.support import reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 U = {dtype: torch.finfo(dtype).eps / 2 for dtype in DTYPES}
@@ -58,7 +59,7 @@ def y_bound(y, x, weight=None, eps=1e-6, weight_offset=0.0, rounding="once"):
     rstd, x_hat, the product, and the gain where an offset is added or float64 narrowed are rounded once each; then
     comes the rounding to y's dtype. `rounding` may round x_hat once more.
     """
-    compute = reference.compute_dtype(x)
+    compute = fixed_sum.compute_dtype(x)
     roundings = U[compute] * (2 + (weight is not None) * (1 + (weight_offset != 0)))
     if rounding == "before_scale":
         roundings += U[x.dtype]
@@ -82,7 +83,7 @@ def gradient_bounds(dy, x, weight=None, eps=1e-6, weight_offset=0.0, dh=None):
     The floors of the fixed-point sum are off by less than d quanta of 2^(E + L - 51), which is
     8 * d * 2^-51 * max|product| * max|x_hat| for the mean, and 2^-27 times that for float64's two quanta.
     """
-    compute = reference.compute_dtype(x)
+    compute = fixed_sum.compute_dtype(x)
     u = U[compute]
     wide, g = x.double(), dy.double()
     d = x.shape[-1]
@@ -106,7 +107,7 @@ def gradient_bounds(dy, x, weight=None, eps=1e-6, weight_offset=0.0, dh=None):
     # Each term is off by 3u, and a float32 sum of n terms by n - 1 roundings of the sum of their magnitudes. Rows are
     # added within leaves, then the leaves in pairs.
     rows = x[..., 0].numel()
-    leaves = reference.leaves(rows)
+    leaves = fixed_sum.leaves(rows)
     terms = 3 + math.ceil(rows / leaves) + math.log2(leaves)
     magnitude = (g * x_hat).reshape(-1, d).abs().sum(0)
     dweight = magnitude * (SECOND_ORDER * (terms * u + (rows if judge else 0) * u + judge) + U[weight.dtype])

@@ -9,8 +9,8 @@ from itertools import product
 
 import torch
 
-from rmsnorm.numerics import reference
 from tests.kernels.kernel_calls import BACKWARD, Case, backward_case, normalize_case
+from tests.support import reference
 from tests.support.rows import DTYPES, WIDTHS, generator
 
 

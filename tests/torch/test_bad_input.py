@@ -265,6 +265,6 @@ def test_residual_of_another_dtype():
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     for a in dtypes:
         for b in dtypes:
-            if a != b:
-                with refused(ValueError, f"residual must have x's dtype {a}", f"got {b}"):
+            if (a == torch.float64) != (b == torch.float64):
+                with refused(ValueError, "residual must be float", f"got {b}".replace("torch.", "")):
                     add_rms_norm(torch.ones(4, 8, dtype=a), torch.ones(4, 8, dtype=b))

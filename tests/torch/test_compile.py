@@ -12,7 +12,7 @@ from torch.library import opcheck
 
 import rmsnorm
 from rmsnorm import RMSNorm, add_rms_norm, rms_norm
-from rmsnorm.numerics import reference
+from rmsnorm.spec import ROUNDINGS
 from tests.support.bits import difference
 
 # Of input and weight.
@@ -120,7 +120,7 @@ def test_a_frozen_weight_costs_no_dweight():
     assert needs == [(True, False)]
 
 
-@pytest.mark.parametrize("rounding", reference.ROUNDINGS)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize(("dtype", "weight_dtype"), PAIRS)
 def test_bits_of_the_compiled_function_and_its_gradients(dtype, weight_dtype, rounding):
     x = (torch.randn(33, 576) * 3).to(dtype).requires_grad_()

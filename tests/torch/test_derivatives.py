@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rmsnorm import RMSNorm, add_rms_norm, rms_norm
-from rmsnorm.numerics import reference
+from rmsnorm.spec import ROUNDINGS
 from tests.support.bits import same
 from tests.support.expected import (
     exact,
@@ -18,8 +18,6 @@ from tests.support.expected import (
 
 # PyTorch's own, when forward mode is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
-ROUNDINGS = reference.ROUNDINGS
 
 
 # ---------------------------------------------------------------- derivatives of higher order

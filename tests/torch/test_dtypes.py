@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from rmsnorm import add_rms_norm, rms_norm
-from rmsnorm.numerics import reference
+from rmsnorm.spec import ROUNDINGS
 from tests.support.bits import same
 from tests.support.expected import DTYPES, exact, normalized, tensor, within, y_bound
-
-ROUNDINGS = reference.ROUNDINGS
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rmsnorm import RMSNorm, add_rms_norm, rms_norm
-from rmsnorm.numerics import reference
+from rmsnorm.spec import ROUNDINGS
 
 DIM = 64
 DYNAMIC = {0: torch.export.Dim("batch", min=2, max=1024), 1: torch.export.Dim("sequence", min=2, max=4096)}
@@ -66,7 +66,7 @@ def test_exported_program_is_core_aten_with_dynamic_batch_and_sequence(strict, o
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("rounding", reference.ROUNDINGS)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_exported_programs_keep_dtype_and_rounding(dtype, rounding):
     norm, x = random_norm(torch.float32, rounding=rounding), torch.randn(3, 5, DIM).to(dtype)
     y = torch.export.export(norm, (x,)).module()(x)
@@ -127,7 +127,7 @@ def test_float32_is_the_standard_operator(options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rounding", reference.ROUNDINGS)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_sixteen_bits_are_spelled_out_with_the_rounding_asked_for(dtype, rounding):
     norm = random_norm(dtype, rounding=rounding)
     program = onnx_program(norm, (torch.randn(4, 5, DIM).to(dtype),), dynamic_shapes=(DYNAMIC,))

@@ -286,7 +286,7 @@ def test_groups_with_out():
     same(rms_norm(x, weight, group_size=12, out=x), wanted)
     with pytest.raises(ValueError, match="out is for inference"):
         rms_norm(x, weight.requires_grad_(), group_size=12, out=out)
-    with pytest.raises(ValueError, match="not offered with memory_efficient"):
+    with pytest.raises(ValueError, match="memory_efficient=True is not offered with group_size"):
         RMSNorm(48, group_size=12, memory_efficient=True)
 
 

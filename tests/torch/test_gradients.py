@@ -7,11 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmsnorm import add_rms_norm, rms_norm
-from rmsnorm.numerics import reference
+from rmsnorm.spec import ROUNDINGS
+from tests.support import reference
 from tests.support.bits import same
 from tests.support.expected import DTYPES, exact, gradient_bounds, gradients, leaves, tensor, within
-
-ROUNDINGS = reference.ROUNDINGS
 
 
 def judged(dy, x, weight=None, eps=1e-6, weight_offset=0.0, dh=None):

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from rmsnorm import RMSNorm, add_rms_norm, rms_norm
-from rmsnorm.numerics import reference
+from rmsnorm.numerics import fixed_sum
 from rmsnorm.ops.library import status
+from rmsnorm.spec import ROUNDINGS
 from tests.support.expected import DTYPES, tensor
 
 SMALL = DTYPES[:3]  # float64 is computed by the reference, in plain PyTorch
@@ -47,7 +48,7 @@ def assert_saved(kept, *expected, rows):
 # ---------------------------------------------------------------- what is kept
 
 
-@pytest.mark.parametrize("rounding", reference.ROUNDINGS)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("dtype", SMALL)
 @pytest.mark.parametrize("w_dtype", SMALL)
 def test_training_keeps_x_the_weight_and_one_number_per_row(dtype, w_dtype, rounding):
@@ -167,7 +168,7 @@ def test_training_needs_what_it_keeps_and_returns_and_little_more(mode, dtype, s
     new = rstd + size(results["y"], results["h"], leaf.grad, norm.weight.grad)
     # What else there is are float32 rows: the gain, and for each thread the rows that it has in flight and the sums
     # that wait for their neighbour, one on each level of the tree. Beside many rows that is a twentieth of x at most.
-    levels = reference.leaves(shape[0]).bit_length() - 1
+    levels = fixed_sum.leaves(shape[0]).bit_length() - 1
     rows = 1 + (levels + 5) * torch.get_num_threads()
     assert peak <= new + 4 * shape[1] * rows
     if shape[0] >= 1024:

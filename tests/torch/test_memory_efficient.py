@@ -5,28 +5,19 @@ from itertools import product
 import pytest
 import torch
 
-from rmsnorm import functional
-from rmsnorm.numerics import reference
+from rmsnorm import checked
+from rmsnorm.numerics import fixed_sum
 from rmsnorm.ops import autograd
+from rmsnorm.spec import ROUNDINGS, make_spec
+from tests.support import reference
 from tests.support.bits import same
 from tests.support.expected import DTYPES, HALF_A_SUBNORMAL, U, gradients, leaves, near, tensor, within
-
-ROUNDINGS = reference.ROUNDINGS
 
 
 def remembered(x, weight, dy, dh=None, **options):
     """Gradients of a `memory_efficient` norm."""
     inputs = leaves(x) if weight is None else leaves(x, weight)
-    y, _ = functional.normalize(
-        inputs[0],
-        None,
-        None if weight is None else inputs[1],
-        1e-6,
-        options.get("weight_offset", 0.0),
-        options.get("rounding", "once"),
-        None,
-        True,
-    )
+    y, _ = checked.normalize(inputs[0], None, None, *(inputs[1:] or [None]), make_spec(**options), None, True)
     return y.detach(), torch.autograd.grad(y, inputs, dy)
 
 
@@ -50,7 +41,7 @@ def test_memory_efficient_gradients_are_those_of_the_x_rebuilt_from_y(x_dtype, w
     # (that of x_hat is one more); dividing takes three more u, of the gain and the quotients, and rounds to x's dtype.
     # Where y or x_hat is subnormal its rounding is absolute; the smallest gain here is above 1/4.
     inner = {"once": result, "before_scale": x_dtype, "weight_dtype": result if weight is None else w_dtype}[rounding]
-    relative = 7 * U[reference.compute_dtype(x)] + U[inner] + U[result] + U[x_dtype]
+    relative = 7 * U[fixed_sum.compute_dtype(x)] + U[inner] + U[result] + U[x_dtype]
     absolute = 4 * (HALF_A_SUBNORMAL[inner] + HALF_A_SUBNORMAL[result]) / rstd.double() + HALF_A_SUBNORMAL[x_dtype]
     assert within(rebuilt, x.double(), 1.01 * relative * x.double().abs() + absolute)
 
@@ -74,7 +65,7 @@ def test_memory_efficient_of_the_largest_and_smallest_gains_it_inverts():
     x, dy = tensor(9, 16), tensor(9, 16, seed=2)
     weight = torch.full((16,), autograd.SMALLEST_GAIN)
     weight[::2] = -autograd.LARGEST_GAIN
-    assert autograd.invertible(weight, 0.0)
+    assert autograd.can_rebuild(weight, make_spec())
     y, found = remembered(x, weight, dy)
     rstd = reference.forward(x, weight, 1e-6, 0.0, "once")[1]
     same(found[0], reference.backward(dy, reference.rebuild(y, rstd, weight, 0.0, x.dtype), rstd, weight, 0.0)[0])
@@ -88,7 +79,7 @@ def test_memory_efficient_with_batched_incoming_gradients(dtype):
         tensor(4, 3, 8, dtype=dtype, seed=2),
     )
     inputs = leaves(x, weight)
-    y, _ = functional.normalize(inputs[0], None, inputs[1], 1e-6, 0.0, "once", None, True)
+    y, _ = checked.normalize(inputs[0], None, None, inputs[1], make_spec(), None, True)
     found = torch.autograd.grad(y, inputs, dys, is_grads_batched=True, retain_graph=True)
     for i in range(4):
         for a, b in zip(found, torch.autograd.grad(y, inputs, dys[i], retain_graph=True), strict=True):
@@ -100,7 +91,7 @@ def test_memory_efficient_with_batched_incoming_gradients(dtype):
 
 def test_memory_efficient_refuses_a_second_derivative():
     inputs = leaves(tensor(3, 8), tensor(8, seed=1).exp())
-    y, _ = functional.normalize(*inputs[:1], None, inputs[1], 1e-6, 0.0, "once", None, True)
+    y, _ = checked.normalize(inputs[0], None, None, inputs[1], make_spec(), None, True)
     with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
         torch.autograd.grad(y.sum(), inputs, create_graph=True)
 

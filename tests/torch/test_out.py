@@ -7,13 +7,10 @@ import pytest
 import torch
 
 from rmsnorm import rms_norm
-from rmsnorm.numerics import reference
+from rmsnorm.spec import ROUNDINGS
 from tests.support.bits import bits_equal, same
 from tests.support.expected import DTYPES, normalized, tensor
 from tests.support.refusals import MARK, refused
-
-ROUNDINGS = reference.ROUNDINGS
-
 
 # ---------------------------------------------------------------- what it receives
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from rmsnorm import RMSNorm, add_rms_norm, rms_norm
-from rmsnorm.numerics import reference
+from rmsnorm.spec import ROUNDINGS
 from tests.support.bits import difference
 
 # Of input and weight.
@@ -51,7 +51,7 @@ def batch(request):
 # ---------------------------------------------------------------- the judges of PyTorch
 
 
-@pytest.mark.parametrize("rounding", reference.ROUNDINGS)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_gradcheck_of_every_kind(rounding):
     def function(x, weight):
         return rms_norm(x, weight, 1e-5, weight_offset=0.5, rounding=rounding)

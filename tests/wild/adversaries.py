@@ -373,7 +373,7 @@ REFUSED = {
     LearnedEps: "its eps is learned: the parameter eps",
     OverTheSecondDimension: "other dimensions than the last",
     ImagesOfFourDimensions: "something else for inputs of 4 dimensions",
-    LongInputs: "something else for inputs of 2 dimensions",
+    LongInputs: "something else for inputs of 1 dimension",
     HalfOfTheRow: "does not normalise",
     HeadsOfOneWeight: "does not run on an input of 2x3x16",
     Counts: "changes its calls",

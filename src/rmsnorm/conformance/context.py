@@ -22,6 +22,7 @@ from rmsnorm.conformance.implementation import (
     described,
 )
 from rmsnorm.numerics import reference
+from rmsnorm.spec import make_spec
 
 # Units in the last place that a result may be off by, beyond what its convention has to round (docs/conformance.md).
 SLACK = 1.0
@@ -103,7 +104,7 @@ class CheckContext:
         gain = self.form.gain(weight, offset)
         if weight is None or gain is None:
             return x_hat
-        return reference.round_x_hat(x_hat, x, weight, self.form.rounding) * gain
+        return reference.round_x_hat(x_hat, x.dtype, weight, make_spec(rounding=self.form.rounding)) * gain
 
     def limit(self, dtype: torch.dtype) -> float:
         """The units in the last place that a result may be off by: its convention's own roundings, and one.

@@ -14,6 +14,7 @@ from rmsnorm.conformance.implementation import Implementation, Raised
 from rmsnorm.numerics import reference
 from rmsnorm.patching.probes import measure_gain, probe
 from rmsnorm.patching.specimen import NotRMSNorm
+from rmsnorm.spec import ROUNDINGS, make_spec
 
 WIDTH = 64
 # What every implementation that takes an eps is given, unless a check is about eps.
@@ -31,7 +32,7 @@ class Form:
     Args:
         offset: what it adds to the weight.
         eps: what it was seen to use, and `place` where (exact.PLACES); None if no place explains its small rows.
-        rounding: the nearest of reference.ROUNDINGS.
+        rounding: the nearest of spec.ROUNDINGS.
         weighted: whether there is a weight.
     """
 
@@ -122,7 +123,7 @@ def _rounding(implementation: Implementation, offset: float, eps: float, width: 
     generator = torch.Generator().manual_seed(7)
     wide = torch.randn(64, width, generator=generator)
     gain = torch.randn(width, generator=generator)
-    scores = dict.fromkeys(reference.ROUNDINGS, 0.0)
+    scores = dict.fromkeys(ROUNDINGS, 0.0)
     for x_dtype, weight_dtype in product(DTYPES, DTYPES):
         if x_dtype == weight_dtype == torch.float32:
             continue
@@ -133,7 +134,7 @@ def _rounding(implementation: Implementation, offset: float, eps: float, width: 
         except Raised:
             continue
         for rounding in scores:
-            expected, _ = reference.forward(x, weight, eps, offset, rounding)
+            expected, _ = reference.forward(x, None, weight, make_spec(eps, offset, rounding))
             # Values count first: one that returns a wrong dtype has its rounding all the same.
             same = float((y.to(expected.dtype) == expected).double().mean())
             scores[rounding] += same + 0.5 * (y.dtype == expected.dtype)

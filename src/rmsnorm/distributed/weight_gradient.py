@@ -1,4 +1,4 @@
-"""dweight of rows that lie on several ranks: one process's sum, a binary tree over all rows (reference.sum_rows).
+"""dweight of rows that lie on several ranks: one process's sum, a binary tree over all rows (fixed_sum.sum_rows).
 
 Ranks exchange what they have of it, rows for columns, and each adds up some columns as one process would. Where shares
 are equal, what a rank has of its rows are nodes of the tree, and only those are exchanged; otherwise the terms are.
@@ -17,7 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Shard
 
 from rmsnorm.numerics import reference
-from rmsnorm.ops.library import operators
+from rmsnorm.numerics.fixed_sum import add_in_pairs, leaves, sum_rows
+from rmsnorm.ops import doors
+from rmsnorm.ops.doors import Gradients, Needed
+from rmsnorm.spec import NormSpec
 
 # Its name before torch 2.13.
 _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
@@ -52,37 +55,41 @@ def cuts_of(shape: Sequence[int], mesh: Any, placements: Sequence[Placement]) ->
 def gradients(
     dy: Any,
     x: Any,
+    gate: Any,
     rstd: Any,
     weight: Tensor | None,
-    weight_offset: float,
-    dh: Tensor | None,
+    dh: Any,
+    spec: NormSpec,
+    needed: Needed,
     cuts: list[Cut],
-    need_dx: bool,
-    need_dweight: bool,
-) -> tuple[Tensor, Tensor]:
-    """The operator `backward` on this rank's rows, with `dweight` summed over those of all ranks."""
-    kernel = operators(rstd).backward
+) -> Gradients:
+    """`doors.backward` on this rank's rows, with `dweight` summed over those of all ranks."""
+    need_dx, need_dgate, need_dweight = needed
     if not (need_dweight and cuts):
-        return kernel(dy, x, rstd, weight, weight_offset, dh, None, need_dx, need_dweight)  # type: ignore[no-any-return]
+        return doors.backward(dy, x, gate, rstd, weight, dh, spec, needed)
     weight_dtype = torch.float32 if weight is None else weight.dtype
     weight = None if weight is None else weight.float()  # so that dweight is rounded once, when it is whole
     inner = max([cut.dim for cut in cuts])
-    add: Callable[[Tensor], Tensor]
     outer = x.shape[:inner]
+    add: Callable[[Tensor], Tensor]
     if _are_subtrees(x.shape, inner, cuts):
         # What the kernel makes of each run of rows that are neighbours in the whole is a node of one process's tree.
-        runs = [_runs(t, inner) for t in (dy, x, rstd, dh)]
-        found = [
-            kernel(*run[:3], weight, weight_offset, run[3], None, need_dx, True) for run in zip(*runs, strict=False)
-        ]
-        dx = found[0][0] if len(found) == 1 else torch.stack([dx for dx, _ in found])
-        dx = dx.view(x.shape) if need_dx else dx
-        part, add = torch.stack([node for _, node in found]).view(*outer, 1, -1), reference.add_in_pairs
-        cuts = [cut.of_runs(x.shape[inner]) if cut.dim == inner else cut for cut in cuts]
+        runs: Any = zip(*(_runs(t, inner) for t in (dy, x, gate, rstd, dh)), strict=False)
+        shape = x.shape
+        found = [doors.backward(dy, x, gate, rstd, weight, dh, spec, needed) for dy, x, gate, rstd, dh in runs]
+        dx, dgate = (_joined([f[i] for f in found], shape) for i in range(2))
+        part, add = torch.stack([f[2] for f in found]).view(*outer, 1, -1), add_in_pairs  # type: ignore[misc]
+        cuts = [cut.of_runs(shape[inner]) if cut.dim == inner else cut for cut in cuts]
     else:
-        dx, _ = kernel(dy, x, rstd, weight, weight_offset, dh, None, need_dx, False)
-        part, add = dy.float() * (x.float() * rstd), reference.sum_rows
-    return dx, _sum_over_ranks(part, cuts, add).to(weight_dtype)
+        dx, dgate, _ = doors.backward(dy, x, gate, rstd, weight, dh, spec, (need_dx, need_dgate, False))
+        part, add = reference.input_gradients(dy, x, gate, rstd, weight, None, spec)[2], sum_rows
+    return dx, dgate, _sum_over_ranks(part, cuts, add).to(weight_dtype)
+
+
+def _joined(runs: list[Tensor | None], shape: Sequence[int]) -> Tensor | None:
+    if runs[0] is None:
+        return None
+    return (runs[0] if len(runs) == 1 else torch.stack(runs)).view(*shape)  # type: ignore[arg-type]
 
 
 def _are_subtrees(shape: Sequence[int], inner: int, cuts: list[Cut]) -> bool:
@@ -91,7 +98,7 @@ def _are_subtrees(shape: Sequence[int], inner: int, cuts: list[Cut]) -> bool:
         return False
     run = math.prod(shape[inner:-1])
     runs = math.prod(shape[:inner]) * math.prod([len(cut.sizes) for cut in cuts])
-    return reference.leaves(runs * run) == runs * reference.leaves(run)
+    return leaves(runs * run) == runs * leaves(run)
 
 
 def _runs(t: Tensor | None, inner: int) -> Iterable[Tensor | None]:

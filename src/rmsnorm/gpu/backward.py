@@ -13,8 +13,8 @@ from rmsnorm.gpu.kernels import backward as kernels
 from rmsnorm.gpu.kernels import columns as column_kernels
 from rmsnorm.gpu.launching import INTERPRETED, Kernel, Launch
 from rmsnorm.gpu.layout import Maker
-from rmsnorm.numerics import reference
-from rmsnorm.ops import library
+from rmsnorm.numerics import fixed_sum
+from rmsnorm.ops import layouts
 
 _BACKWARD = Kernel(kernels.backward)
 _SLOPES = Kernel(kernels.slopes)
@@ -28,7 +28,7 @@ def dweight_dtype(weight: Tensor | None) -> torch.dtype:
 
 
 def rebuild(y: Tensor, rstd: Tensor, weight: Tensor | None, offset: float | None, dtype: torch.dtype) -> Tensor:
-    x = library.like(y, dtype)
+    x = layouts.like(y, dtype)
     place = layout.rows(y, x)
     if place is None:
         y = y.contiguous()
@@ -99,7 +99,7 @@ def prepare(
 ) -> Gradients:
     """Fills dx and dweight, where there are any."""
     cols, target = x.shape[-1], launching.target(x.device)
-    leaves = reference.leaves(place.number)
+    leaves = fixed_sum.leaves(place.number)
     given = {"dy": dy, "x": x, "dh": dh, "dx": dx, "rstd": rstd, "weight": weight, "dweight": dweight}
     call = _Call(place, offset, leaves, {name: t for name, t in given.items() if t is not None})
     tile = configurations.backward(cols, target)

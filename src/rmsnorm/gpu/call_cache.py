@@ -130,10 +130,5 @@ def replaying(direct: SimpleNamespace) -> SimpleNamespace:
             return direct.backward(dy, x, rstd, weight, weight_offset, dh, rebuilt_dtype, need_dx, need_dweight)
         return plan(dy, x, dh, rstd, weight)
 
-    return SimpleNamespace(
-        forward=forward,
-        forward_train=forward_train,
-        forward_out=direct.forward_out,
-        add_forward=add_forward,
-        backward=backward,
-    )
+    planned = {"forward": forward, "forward_train": forward_train, "add_forward": add_forward, "backward": backward}
+    return SimpleNamespace(**vars(direct) | planned)

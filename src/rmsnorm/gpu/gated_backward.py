@@ -13,7 +13,7 @@ from rmsnorm.gpu.configurations import Tile
 from rmsnorm.gpu.gated_forward import NO_GATE, Gating
 from rmsnorm.gpu.kernels import gated_backward as kernels
 from rmsnorm.gpu.launching import INTERPRETED, Kernel
-from rmsnorm.numerics import reference
+from rmsnorm.numerics import fixed_sum
 
 _BACKWARD = Kernel(kernels.gated_backward)
 _SLOPES = Kernel(kernels.gated_slopes)
@@ -35,7 +35,7 @@ def gradients(
 ) -> Tensor | None:
     """Fills dx and dgate where they are; returns dweight where wanted."""
     width, number, target = x.shape[-1], place.number, launching.target(x.device)
-    leaves = reference.leaves(number)
+    leaves = fixed_sum.leaves(number)
     dweight = torch.empty(width, dtype=plain.dweight_dtype(weight), device=x.device) if need_dweight else None
     partial = dweight
     if need_dweight and leaves > 1:

@@ -11,8 +11,8 @@ from rmsnorm.gpu import configurations, layout, operators
 from rmsnorm.gpu import gated_backward as backward_launches
 from rmsnorm.gpu.gated_forward import Gating
 from rmsnorm.gpu.gated_forward import forward as launch_forward
-from rmsnorm.numerics import gated_reference
-from rmsnorm.ops import gated, library
+from rmsnorm.ops import fallback, layouts
+from rmsnorm.spec import ACTIVATIONS
 
 
 def gated_forward(
@@ -76,12 +76,12 @@ def gated_backward(
     )
     if dh is not None or not _in_reach(x, group_size):
         options = weight_offset, group_size, activation, gate_first
-        return gated.gated_backward(dy, x, gate, rstd, weight, dh, *options, need_dx, need_dgate, need_dweight)
+        return fallback.gated_backward(dy, x, gate, rstd, weight, dh, *options, need_dx, need_dgate, need_dweight)
     given, rstd, weight = x, rstd.contiguous(), None if weight is None else weight.contiguous()
     dy, x = operators._with_adjacent_columns(dy), operators._with_adjacent_columns(x)
     gate = None if gate is None else operators._with_adjacent_columns(gate)
-    dx = library.like(given, x.dtype) if need_dx else None
-    dgate = library.like(given, x.dtype) if need_dgate else None
+    dx = layouts.like(given, x.dtype) if need_dx else None
+    dgate = layouts.like(given, x.dtype) if need_dgate else None
     place = layout.rows(dy, x, gate, dx, dgate)
     copied = place is None
     if place is None:
@@ -92,19 +92,19 @@ def gated_backward(
     dweight = backward_launches.gradients(
         place, group_size, gating, dy, x, gate, dx, dgate, rstd, weight, weight_offset or None, need_dweight
     )
-    dx, dgate = (t if t is None or not copied else library.laid_out_like(given, t) for t in (dx, dgate))
+    dx, dgate = (t if t is None or not copied else layouts.laid_out_like(given, t) for t in (dx, dgate))
     return dx, dgate, dweight
 
 
 def _gating(x: Tensor, gate: Tensor | None, group_size: int, activation: int, gate_first: bool) -> Gating | None:
     """How x and its gate go together, for arguments that fit; None without a gate."""
     operators._require(group_size > 0 and x.shape[-1] % group_size == 0, "group_size must divide the columns")
-    operators._require(activation in range(len(gated_reference.ACTIVATIONS)), "unknown activation")
+    operators._require(activation in range(len(ACTIVATIONS)), "unknown activation")
     operators._require(
         gate is None or (gate.shape == x.shape and gate.dtype == x.dtype and gate.device == x.device),
         "gate must have x's shape, dtype and device",
     )
-    silu = gated_reference.ACTIVATIONS[activation] == "silu"
+    silu = ACTIVATIONS[activation] == "silu"
     return None if gate is None else Gating(silu, gate_first)
 
 
@@ -132,7 +132,7 @@ def _normalize(
     operators._require(math.isfinite(eps) and math.isfinite(weight_offset), "eps and weight_offset must be finite")
     if not _in_reach(x, group_size):
         options = rounding, group_size, activation, gate_first
-        return gated.gated_forward_train(x, gate, weight, eps, weight_offset, *options)
+        return fallback.gated_forward_train(x, gate, weight, eps, weight_offset, *options)
     given = x
     x, gate = operators._with_adjacent_columns(x), None if gate is None else operators._with_adjacent_columns(gate)
     if weight is not None:
@@ -141,7 +141,7 @@ def _normalize(
     rstd = torch.empty((*x.shape[:-1], groups), dtype=torch.float32, device=x.device) if train else None
     last = gating is not None and not gating.first
     dtype = x.dtype if last else normed
-    y = library.like(x, dtype)
+    y = layouts.like(x, dtype)
     place = layout.rows(x, gate, y)
     copied = place is None
     if place is None:
@@ -153,4 +153,4 @@ def _normalize(
         before_gate = operators._TRITON[normed if last and rounding else torch.float32]
         offset = weight_offset or None
         launch_forward(place, group_size, gating, x, gate, weight, y, rstd, eps, offset, x_hat, before_gate)
-    return library.laid_out_like(given, y) if copied else y, rstd
+    return layouts.laid_out_like(given, y) if copied else y, rstd

@@ -22,7 +22,8 @@ from rmsnorm.gpu.forward import Normalization
 from rmsnorm.gpu.forward import prepare as prepare_forward
 from rmsnorm.gpu.launching import target
 from rmsnorm.numerics import reference
-from rmsnorm.ops import library
+from rmsnorm.ops import fallback, layouts
+from rmsnorm.spec import ROUNDINGS, NormSpec
 
 _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -30,11 +31,11 @@ _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 def _dtypes_of_results() -> dict[tuple[Any, ...], tuple[torch.dtype, Any]]:
     """For x's dtype, the weight's and the rounding: y's dtype, and what x_hat is rounded to."""
     found = {}
-    for x, weight, code in product(_TRITON, (None, *_TRITON), range(len(reference.ROUNDINGS))):
-        rounding = reference.ROUNDINGS[code]
+    for x, weight, code in product(_TRITON, (None, *_TRITON), range(len(ROUNDINGS))):
+        rounding = ROUNDINGS[code]
         w = None if weight is None else torch.empty(0, dtype=weight)
         x_hat = {"once": torch.float32, "before_scale": x, "weight_dtype": weight or torch.float32}[rounding]
-        found[x, weight, code] = reference.result_dtype(torch.empty(0, dtype=x), w, rounding), _TRITON[x_hat]
+        found[x, weight, code] = reference.result_dtype(x, w, NormSpec(0.0, 0.0, code)), _TRITON[x_hat]
     return found
 
 
@@ -102,14 +103,14 @@ def backward(
         "rstd must have one float32 per row",
     )
     if not _in_reach(x):
-        return library.backward(dy, x, rstd, weight, weight_offset, dh, rebuilt_dtype, need_dx, need_dweight)
+        return fallback.backward(dy, x, rstd, weight, weight_offset, dh, rebuilt_dtype, need_dx, need_dweight)
     given, offset, original = x, weight_offset or None, (dy, x, dh, rstd, weight)
     rstd, weight = rstd.contiguous(), None if weight is None else weight.contiguous()
     dy, x = _with_adjacent_columns(dy), _with_adjacent_columns(x)
     dh = None if dh is None else _with_adjacent_columns(dh)
     if rebuilt_dtype is not None:
         x = backward_launches.rebuild(x, rstd, weight, offset, rebuilt_dtype)
-    dx = library.like(given, x_dtype) if need_dx else None
+    dx = layouts.like(given, x_dtype) if need_dx else None
     place = layout.rows(dy, x, dh, dx)
     copied = place is None
     if place is None:
@@ -126,7 +127,7 @@ def backward(
     elif dweight is not None:
         dweight.zero_()
     if copied and dx is not None:
-        dx = library.laid_out_like(given, dx)
+        dx = layouts.laid_out_like(given, dx)
     return dx, dweight
 
 
@@ -197,8 +198,8 @@ def _normalize(
     rstd = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) if train else None
     h = None
     if residual is not None:
-        residual, h = _with_adjacent_columns(residual), library.like(x, x.dtype)
-    y = library.like(x, y_dtype) if out is None else out
+        residual, h = _with_adjacent_columns(residual), layouts.like(x, x.dtype)
+    y = layouts.like(x, y_dtype) if out is None else out
     place = layout.rows(x, residual, y, h)
     copied = place is None
     if place is None:
@@ -215,7 +216,7 @@ def _normalize(
     if copied and out is not None:
         y = out.copy_(y)
     elif copied:
-        y, h = library.laid_out_like(given, y), None if h is None else library.laid_out_like(given, h)
+        y, h = layouts.laid_out_like(given, y), None if h is None else layouts.laid_out_like(given, h)
     return y, h, rstd
 
 
@@ -229,6 +230,6 @@ def _by_reference(
     out: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if residual is not None:
-        return library.add_forward(x, residual, weight, eps, weight_offset, rounding)
-    y, rstd = library.forward_train(x, weight, eps, weight_offset, rounding)
+        return fallback.add_forward(x, residual, weight, eps, weight_offset, rounding)
+    y, rstd = fallback.forward_train(x, weight, eps, weight_offset, rounding)
     return (y if out is None else out.copy_(y)), None, rstd

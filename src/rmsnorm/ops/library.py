@@ -1,19 +1,16 @@
 """The operators `torch.ops.rmsnorm.*`: compiled kernels on the CPU, Triton's on GPUs, the reference everywhere else.
 
-    forward(x, weight, eps, weight_offset, rounding) -> y
-    forward_train(...) -> (y, rstd)
-    forward_out(x, weight, eps, out, weight_offset, rounding) -> ()
-    add_forward(x, residual, ...) -> (y, h, rstd)
-    backward(dy, x, rstd, weight, weight_offset, dh, rebuilt_dtype, need_dx, need_dweight) -> (dx, dweight)
-
-They normalise the last dimension, take `rounding` as an index into `reference.ROUNDINGS`, and know no autograd:
-that is functional.py's. What is not needed of the backward is None. With `rebuilt_dtype`, `backward` is given y for x
-and rebuilds x from it. PyTorch's dispatcher picks the implementation by device; there is no other registry.
+Narrow schemas, whose calls cost least, for a norm of whole rows; wide ones, with the fields of NormSpec in its order,
+for everything else. doors.py chooses between them. They normalise the last dimension and know no autograd. With
+`rebuilt_dtype`, `backward` is given y for x and rebuilds x from it. What is not needed of gradients is None. PyTorch's
+dispatcher picks the implementation by device; there is no other registry.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -22,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm import checks, gpu
+from rmsnorm import gpu
 from rmsnorm.gpu import call_cache
-from rmsnorm.numerics import reference
-from rmsnorm.ops import vmap
+from rmsnorm.ops import fakes, fallback, vmap
 
 _SCHEMAS = """
 forward(Tensor x, Tensor? weight, float eps, float weight_offset=0.0, int rounding=0) -> Tensor
@@ -33,7 +29,13 @@ forward_train(Tensor x, Tensor? weight, float eps, float weight_offset=0.0, int 
 forward_out(Tensor x, Tensor? weight, float eps, Tensor(a!) out, float weight_offset=0.0, int rounding=0) -> ()
 add_forward(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset=0.0, int rounding=0) -> (Tensor y, Tensor h, Tensor rstd)
 backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, float weight_offset, Tensor? dh, ScalarType? rebuilt_dtype, bool need_dx, bool need_dweight) -> (Tensor? dx, Tensor? dweight)
+gated_forward(Tensor x, Tensor? gate, Tensor? weight, float eps, float weight_offset, int rounding, int group_size, int activation, bool gate_first) -> Tensor
+gated_forward_train(Tensor x, Tensor? gate, Tensor? weight, float eps, float weight_offset, int rounding, int group_size, int activation, bool gate_first) -> (Tensor y, Tensor rstd)
+gated_forward_out(Tensor x, Tensor? gate, Tensor? weight, float eps, float weight_offset, int rounding, int group_size, int activation, bool gate_first, Tensor(a!) out) -> ()
+residual_forward(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset, int rounding, int group_size, bool exact_sum, float alpha) -> (Tensor y, Tensor h, Tensor rstd)
+gated_backward(Tensor dy, Tensor x, Tensor? gate, Tensor rstd, Tensor? weight, Tensor? dh, float weight_offset, int group_size, int activation, bool gate_first, bool need_dx, bool need_dgate, bool need_dweight) -> (Tensor? dx, Tensor? dgate, Tensor? dweight)
 """  # noqa: E501
+NAMES = tuple(schema.partition("(")[0] for schema in _SCHEMAS.strip().splitlines())
 
 
 @dataclass(frozen=True)
@@ -64,183 +66,76 @@ def _load() -> Status:
         raise ValueError("RMSNORM_ISA=" + str(error).splitlines()[0].partition("RMSNORM_ISA=")[2]) from None
 
 
-# ---------------------------------------------------------------- the reference, with the operators' signatures
-
-
-def check(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> None:
-    """What the kernels check: plain PyTorch would broadcast, truncate and go on."""
-    checks.check_inputs(x, weight, None)
-    checks.check_eps(eps)
-    checks.check_weight_offset(weight_offset)
-
-
-def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0) -> Tensor:
-    return forward_train(x, weight, eps, weight_offset, rounding)[0]
-
-
-def forward_train(
-    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
-) -> tuple[Tensor, Tensor]:
-    check(x, weight, eps, weight_offset)
-    y, rstd = reference.forward(x, weight, eps, weight_offset, reference.ROUNDINGS[rounding])
-    return laid_out_like(x, y), rstd.contiguous()
-
-
-def forward_out(
-    x: Tensor, weight: Tensor | None, eps: float, out: Tensor, weight_offset: float = 0.0, rounding: int = 0
-) -> None:
-    y = forward(x, weight, eps, weight_offset, rounding)
-    checks.check_out(out, x, weight, y.dtype)
-    out.copy_(y)
-
-
-def add_forward(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    check(x, weight, eps, weight_offset)
-    checks.check_residual(x, residual)
-    y, h, rstd = reference.add_forward(x, residual, weight, eps, weight_offset, reference.ROUNDINGS[rounding])
-    return laid_out_like(x, y), laid_out_like(x, h), rstd.contiguous()
-
-
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    weight_offset: float,
-    dh: Tensor | None,
-    rebuilt_dtype: torch.dtype | None,
-    need_dx: bool,
-    need_dweight: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    given = x
-    if rebuilt_dtype is not None:
-        x = reference.rebuild(x, rstd, weight, weight_offset, rebuilt_dtype)
-    dx, dweight = reference.backward(dy, x, rstd, weight, weight_offset, dh)
-    return (
-        laid_out_like(given, dx) if need_dx else None,
-        dweight if need_dweight else None,
-    )
-
-
-def laid_out_like(x: Tensor, result: Tensor) -> Tensor:
-    wanted = like(x, result.dtype)
-    return result if result.stride() == wanted.stride() else wanted.copy_(result)
-
-
-# ---------------------------------------------------------------- shapes, for tracing
-
-
-def like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Laid out as x if x is dense with adjacent columns, else contiguous; csrc/ops/tensors.h does the same."""
-    made = torch.empty_like(x, dtype=dtype)  # keeps the strides of a dense tensor, and of no other
-    if made.stride() == x.stride() and (x.stride(-1) == 1 or x.shape[-1] == 1):
-        return made
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def _fake_forward(
-    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
-) -> Tensor:
-    # The dispatcher comes here when any argument is on the meta device: without the kernel's checks.
-    if x.is_meta or (weight is not None and weight.is_meta):
-        check(x, weight, eps, weight_offset)
-    return like(x, reference.result_dtype(x, weight, reference.ROUNDINGS[rounding]))
-
-
-def _rstd_like(x: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], 1), dtype=reference.compute_dtype(x))
-
-
-def _fake_forward_train(
-    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
-) -> tuple[Tensor, Tensor]:
-    return _fake_forward(x, weight, eps, weight_offset, rounding), _rstd_like(x)
-
-
-def _fake_forward_out(
-    x: Tensor, weight: Tensor | None, eps: float, out: Tensor, weight_offset: float = 0.0, rounding: int = 0
-) -> None:
-    _fake_forward(x, weight, eps, weight_offset, rounding)
-
-
-def _fake_add_forward(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    if x.is_meta or residual.is_meta:
-        check(x, weight, eps, weight_offset)
-        checks.check_residual(x, residual)
-    return _fake_forward(x, weight, eps, weight_offset, rounding), like(x, x.dtype), _rstd_like(x)
-
-
-def _fake_backward(
-    dy: Tensor,
-    x: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    weight_offset: float,
-    dh: Tensor | None,
-    rebuilt_dtype: torch.dtype | None,
-    need_dx: bool,
-    need_dweight: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    dtype = rstd.dtype if weight is None else weight.dtype
-    return (
-        like(x, rebuilt_dtype or x.dtype) if need_dx else None,
-        x.new_empty(x.shape[-1], dtype=dtype) if need_dweight else None,
-    )
-
-
-Implementation = tuple[Callable[..., Any], Callable[..., Any]]  # and its fake
-_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "forward": (forward, _fake_forward),
-    "forward_train": (forward_train, _fake_forward_train),
-    "forward_out": (forward_out, _fake_forward_out),
-    "add_forward": (add_forward, _fake_add_forward),
-    "backward": (backward, _fake_backward),
-}
-
 _status = _load()
 _library = torch.library.Library("rmsnorm", "FRAGMENT")
-
-
-class Operators:
-    """Operators by name, in the ways to call them; made from schemas, and their implementation and fake by name."""
-
-    def __init__(self, schemas: str, implementations: dict[str, Implementation]) -> None:
-        if not _status.compiled:
-            for schema in schemas.strip().splitlines():
-                _library.define(schema)
-        for name, (function, fake) in implementations.items():
-            _library.impl(name, function, "CompositeExplicitAutograd")
-            torch.library.register_fake(f"rmsnorm::{name}", fake, lib=_library)
-        self.reference = SimpleNamespace(**{name: function for name, (function, _) in implementations.items()})
-        self.traced = SimpleNamespace(**{name: getattr(torch.ops.rmsnorm, name).default for name in implementations})
-        # Without OpOverload's Python frame, which is 0.3 us of a call of 2.5 and which torch.compile needs to see.
-        self.direct = SimpleNamespace(**{name: getattr(op, "_op", op) for name, op in vars(self.traced).items()})
-        self.gpu = self.direct
-        for name, op in vars(self.traced).items():
-            if not op._schema.is_mutable:
-                torch.library.register_vmap(f"rmsnorm::{name}", vmap.rule(op), lib=_library)
-                _library.impl(name, vmap.older_rule(op), "Batched")
-
-    def __call__(self, x: Tensor) -> SimpleNamespace:
-        """Those for x. The kernels know no float64, which the reference computes on every device."""
-        if x.dtype == torch.float64:
-            return self.reference
-        if torch.compiler.is_compiling():
-            return self.traced
-        return self.gpu if x.is_cuda else self.direct
-
-
-operators = Operators(_SCHEMAS, _IMPLEMENTATIONS)
-if gpu.missing() is None:
-    gpu.register(_library, "operators")
-    operators.gpu = call_cache.replaying(operators.direct)
-direct = operators.direct
 
 
 def status() -> Status:
     """What `rmsnorm info` reports of the kernels."""
     return _status
+
+
+_announcements: list[str] = []
+
+
+def _announced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function; the first call of any says that there are no kernels."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if not _announcements:
+            _announcements.append(
+                "rmsnorm has no compiled kernels here and computes in plain PyTorch: the same bits, several times "
+                f"slower where tensors fit a cache. Reason: {_status.reason}. See docs/install.md"
+            )
+            warnings.warn(_announcements[0], RuntimeWarning, stacklevel=2)
+        return function(*arguments, **options)
+
+    return call
+
+
+class Operators:
+    """All operators by name, in the ways to call them.
+
+    Attributes:
+        reference: the functions of fallback.py.
+        traced: as torch.compile needs to see them.
+        direct: without OpOverload's Python frame, which is 0.3 us of a call of 2.5.
+        gpu: `direct`, and calls that repeat go to the launch at once.
+        distributed: on DTensors; rmsnorm.distributed sets it when it is imported.
+    """
+
+    def __init__(self) -> None:
+        if not _status.compiled:
+            for schema in _SCHEMAS.strip().splitlines():
+                _library.define(schema)
+        self.traced = SimpleNamespace(**{name: getattr(torch.ops.rmsnorm, name).default for name in NAMES})
+        self.direct = SimpleNamespace(**{name: getattr(op, "_op", op) for name, op in vars(self.traced).items()})
+        self.reference = SimpleNamespace(**{name: getattr(fallback, name) for name in NAMES})
+        self.gpu = self.direct
+        self.distributed: SimpleNamespace | None = None
+        for name, op in vars(self.traced).items():
+            _library.impl(name, getattr(fallback, name), "CompositeExplicitAutograd")
+            torch.library.register_fake(f"rmsnorm::{name}", getattr(fakes, name), lib=_library)
+            if not op._schema.is_mutable:
+                torch.library.register_vmap(f"rmsnorm::{name}", vmap.rule(op), lib=_library)
+                _library.impl(name, vmap.older_rule(op), "Batched")
+            if not _status.compiled:
+                _library.impl(name, _announced(getattr(fallback, name)), "CPU")
+        if gpu.missing() is None:
+            gpu.register(_library, "operators")
+            gpu.register(_library, "gated_operators")
+            self.gpu = call_cache.replaying(self.direct)
+
+    def __call__(self, x: Tensor) -> SimpleNamespace:
+        """Those for x. The kernels know no float64, which the reference computes on every device."""
+        if x.dtype == torch.float64:
+            return self.reference
+        if self.distributed is not None and type(x).__name__ == "DTensor":
+            return self.distributed
+        if torch.compiler.is_compiling():
+            return self.traced
+        return self.gpu if x.is_cuda else self.direct
+
+
+operators = Operators()

@@ -6,6 +6,11 @@ probes.py       which inputs tell the forms apart: eps, offset, groups, gate
 reasons.py      why it is none
 proof.py        which rounding it is, and how far apart the two are
 identifying.py  the two together: identify
+dependencies.py what a forward depends on beside its inputs
+watching.py     whether that is as it was
+layout.py       how results lie in memory
+patched.py      the class of a patched module, which decides in each call
+survey.py       every module of a model, examined
 replacing.py    patch and unpatch
 report.py       what patch tells
 """

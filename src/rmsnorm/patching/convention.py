@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm import functional, gating
+from rmsnorm import functional
 
 
 def short(dtype: torch.dtype | None) -> str:
@@ -51,6 +51,8 @@ class Convention:
         weight: the name of the parameter or buffer that scales; None without one.
         eps: None means finfo(computation dtype).eps.
         eps_name: the attribute that holds it, if one does.
+        autocast: the kinds of devices whose autocast leaves its results as they are.
+        square: whether inputs were tried in which another dimension has the size of a row.
         weight_offset, rounding, group_size: as for `rmsnorm.rms_norm`.
         activation, norm_before_gate: as for `rmsnorm.gated_rms_norm`; activation None without a gate.
         evidence: what each pair of dtypes showed; pairs that are missing are not replaced.
@@ -65,6 +67,8 @@ class Convention:
     activation: str | None = None
     norm_before_gate: bool = True
     eps_name: str | None = None
+    autocast: frozenset[str] = field(default=frozenset(), compare=False)
+    square: bool = field(default=True, compare=False)
     evidence: tuple[Evidence, ...] = field(default=(), compare=False)
 
     @property
@@ -100,7 +104,7 @@ class Convention:
         rows = 1 if self.shape is None else len(self.shape)
         if weight is not None and weight.shape != self.shape:
             weight = weight.reshape(self.shape or ())
-        if rows > 1 and self.group_size is not None:
+        if rows > 1 and (self.group_size is not None or self.activation is not None):
             x, gate = x.flatten(-rows), None if gate is None else gate.flatten(-rows)
             weight = None if weight is None else weight.flatten()
         if self.activation is None:
@@ -108,7 +112,7 @@ class Convention:
             y = functional.rms_norm(x, weight, self.eps, normalized_shape=whole, **self.options)
         else:
             assert gate is not None  # noqa: S101 - callers of a gated convention give one
-            y = gating.gated_rms_norm(x, gate, weight, self.eps, **self.options)
+            y = functional.gated_rms_norm(x, gate, weight, self.eps, **self.options)
         return y if y.shape == shape else y.view(shape)
 
     def __str__(self) -> str:

@@ -8,8 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from rmsnorm.gating import GatedRMSNorm
-from rmsnorm.module import RMSNorm
+from rmsnorm.module import GatedRMSNorm, RMSNorm
 from rmsnorm.patching.convention import short
 from rmsnorm.patching.identifying import examine
 from rmsnorm.patching.specimen import NotRMSNorm

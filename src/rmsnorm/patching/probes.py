@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm.numerics import gated_reference
+from rmsnorm.numerics import stages
 from rmsnorm.patching.convention import Convention
 from rmsnorm.patching.reasons import (
     CLOSE,
@@ -28,6 +28,7 @@ from rmsnorm.patching.reasons import (
     unexpected,
 )
 from rmsnorm.patching.specimen import NotRMSNorm, Specimen
+from rmsnorm.spec import ACTIVATIONS
 
 # A row of one element has no form: its norm is its sign.
 SMALLEST_WIDTH = 2
@@ -35,8 +36,9 @@ SMALLEST_WIDTH = 2
 LARGEST_MATRIX = 2**16
 # Below, no row of data shows how eps enters.
 SMALLEST_EPS = 1e-16
-_WIDTHS_WITHOUT_WEIGHT = (64, 48)
-_NAMES_OF_WIDTHS = ("hidden_size", "dim", "normalized_shape", "size", "d", "n_embd", "features", "d_model")
+_WIDTH_WITHOUT_WEIGHT = 64
+# A module without weights may have that many numbers; one of them is its width.
+_MOST_SIZES = 8
 
 
 def find_form(specimen: Specimen) -> Convention:
@@ -83,10 +85,8 @@ def _row_shapes(specimen: Specimen) -> list[tuple[int, ...]]:
         if t.numel() >= SMALLEST_WIDTH and (len(shape) == 1 or (t.numel() <= LARGEST_MATRIX and 1 not in shape)):
             shapes.append(shape)
     if not specimen.tensors:
-        sizes = [specimen.attribute(name) for name in _NAMES_OF_WIDTHS]
-        sizes = [size[-1] if isinstance(size, (tuple, list)) and size else size for size in sizes]
-        shapes = [(size,) for size in sizes if type(size) is int and SMALLEST_WIDTH <= size <= LARGEST_MATRIX]
-        shapes += [(width,) for width in _WIDTHS_WITHOUT_WEIGHT[:1]]
+        sizes = [size for size in specimen.sizes() if SMALLEST_WIDTH <= size <= LARGEST_MATRIX]
+        shapes += [(size,) for size in [*sizes[:_MOST_SIZES], _WIDTH_WITHOUT_WEIGHT]]
     return list(dict.fromkeys(shapes))
 
 
@@ -111,8 +111,8 @@ def _gated(specimen: Specimen, x: Tensor, shape: tuple[int, ...], tensors: dict[
     if close(first, second):
         return None
     reason: NotRMSNorm | None = None
-    for activation, last in product(gated_reference.ACTIVATIONS, (True, False)):
-        act = gated_reference.activate(gates[0], activation)[0]
+    for activation, last in product(ACTIVATIONS, (True, False)):
+        act = stages.activate(gates[0], ACTIVATIONS.index(activation), torch.float32)[0]
 
         def ungated(u: Tensor, act: Tensor = act, last: bool = last) -> Tensor:
             if last:
@@ -130,22 +130,13 @@ def _gated(specimen: Specimen, x: Tensor, shape: tuple[int, ...], tensors: dict[
 
 def _plain(specimen: Specimen, x: Tensor, shape: tuple[int, ...], tensors: dict[str, Tensor]) -> Convention:
     form = _measure(lambda u: specimen.run(u, tensors=tensors), specimen, x, shape, tensors)
-    if form["shape"] is not None and not specimen.tensors:
-        # Without a tensor to fix it the width is any, if another one runs.
-        other = probe(_WIDTHS_WITHOUT_WEIGHT[1:], torch.Generator().manual_seed(2), x.device)
-        try:
-            specimen.run(other)
-        except NotRMSNorm:
-            pass
-        else:
-            form["shape"] = None
-    elif form["weight"] is None:
-        form["shape"] = _shape_of_unused(specimen, shape)
+    if form["weight"] is None:
+        form["shape"] = _shape_of_any(specimen, shape)
     return Convention(**form)
 
 
-def _shape_of_unused(specimen: Specimen, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """A tensor that scales nothing does not fix the width, if another width runs."""
+def _shape_of_any(specimen: Specimen, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Without a tensor that scales, the width is any, if another one runs."""
     other = probe((shape[-1] + 2,), torch.Generator().manual_seed(3), specimen.device)
     try:
         specimen.run(other)

@@ -28,6 +28,10 @@ def check_constants(specimen: Specimen, form: Convention, x: Tensor, tensors: di
             raise unexpected(specimen, name)
         if name in specimen.learned:
             raise NotRMSNorm(f"its eps is learned: the parameter {name}", True)
+        specimen.scalars.append(name)
+    for name in tensors.keys() - specimen.constants.keys() - {form.weight}:
+        if any(depends(specimen, name, (x * scale, *gates), tensors) for scale in (LARGE, 1.0, TINY)):
+            raise unexpected(specimen, name)
 
 
 def unexpected(specimen: Specimen, name: str) -> NotRMSNorm:
@@ -37,15 +41,29 @@ def unexpected(specimen: Specimen, name: str) -> NotRMSNorm:
 
 
 def depends(specimen: Specimen, name: str, inputs: tuple[Tensor, ...], tensors: dict[str, Tensor]) -> bool:
-    """Whether one of the constants has a part in the result."""
-    t = specimen.constants[name]
-    other = ~t if t.dtype == torch.bool else t * 1.5 + 1
-    try:
-        return not torch.equal(
-            specimen.run(*inputs, tensors=tensors), specimen.run(*inputs, tensors={**tensors, name: other})
-        )
-    except NotRMSNorm:
-        return True
+    """Whether a tensor has a part in the result, in training or out of it, at some value that it may take."""
+    t = specimen.constants[name] if name in specimen.constants else tensors[name]
+    for training in (False, True):
+        own = specimen.run(*inputs, tensors=tensors, training=training)
+        for other in _other_values(t):
+            try:
+                found = specimen.run(*inputs, tensors={**tensors, name: other}, training=training)
+            except NotRMSNorm:
+                return True
+            if not torch.equal(own, found):
+                return True
+    return False
+
+
+def _other_values(t: Tensor) -> list[Tensor]:
+    """What training, loading or counting may make of it: a threshold may keep it without effect for now."""
+    if t.dtype == torch.bool:
+        return [~t, torch.zeros_like(t), torch.ones_like(t)]
+    if not t.is_floating_point():
+        largest = torch.iinfo(t.dtype).max
+        return [torch.full_like(t, value) for value in (0, 1, 2, min(1000, largest), largest)] + [t + 1]
+    moved = t * 1.5 + 1
+    return [moved, -moved, *(torch.full_like(t, value) for value in (0.0, 1e3, -1e3))]
 
 
 def of_other_dimensions(specimen: Specimen, tensors: dict[str, Tensor]) -> NotRMSNorm | None:

@@ -22,11 +22,17 @@ COMPUTED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class NotRMSNorm(Exception):
-    """Why a module is left alone; `normalises` says whether it is a norm of another kind, which a report mentions."""
+    """Why a module is left alone.
 
-    def __init__(self, reason: str, normalises: bool = False) -> None:
+    Args:
+        reason: in words, after the module's name.
+        normalises: whether it is a norm of another kind, which a report mentions.
+        convention: what it computes now, where it is known and only cannot be relied on.
+    """
+
+    def __init__(self, reason: str, normalises: bool = False, convention: Any = None) -> None:
         super().__init__(reason)
-        self.normalises = normalises
+        self.normalises, self.convention = normalises, convention
 
 
 def require_module(name: str, module: nn.Module) -> None:
@@ -45,6 +51,13 @@ def unfit(module: nn.Module) -> NotRMSNorm | None:
         return NotRMSNorm("its forward was replaced on the instance, as accelerate's hooks do: patch before")
     if isinstance(parametrized, nn.ModuleDict):
         return NotRMSNorm(f"its {', '.join(parametrized)} is parametrized: patch before, or remove that")
+    for inside in module.modules():
+        for name, t in {**inside._parameters, **inside._buffers, **vars(inside)}.items():
+            if isinstance(t, Tensor) and type(t).__name__ == "FakeTensor":
+                return NotRMSNorm(f"its {name} is a fake tensor: patch a model with values, or on the meta device")
+            if type(t) in (Tensor, nn.Parameter) and is_freed(t):
+                reason = f"its {name} has no memory, its storage was freed: patch before the model is sharded"
+                return NotRMSNorm(reason, inside is module)
     if any(t is not None and is_lazy(t) for t in own.values()):
         return NotRMSNorm("its tensors have no shape yet: run the model once before")
     for name, t in own.items():
@@ -59,13 +72,20 @@ def unfit(module: nn.Module) -> NotRMSNorm | None:
     return None
 
 
+def is_freed(t: Tensor) -> bool:
+    """Whether its storage was given back, as sharding and offloading do between calls."""
+    return t.numel() > 0 and not t.is_meta and t.layout == torch.strided and t.untyped_storage().nbytes() == 0
+
+
 class Specimen:
     """A stand-in for a module: its class and attributes, with other tensors, without its hooks.
 
     The class's own `forward` is called, on a copy: no hook fires, no counter counts, no parameter changes.
     """
 
-    def __init__(self, module: nn.Module, cls: type[nn.Module] | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, cls: type[nn.Module] | None = None, running: type[nn.Module] | None = None
+    ) -> None:
         if reason := unfit(module):
             raise reason
         cls = cls or type(module)
@@ -76,12 +96,14 @@ class Specimen:
         self.constants = {name: t for name, t in own.items() if not t.is_floating_point() or t.numel() == 1}
         self.constants |= self.attributes
         self.learned = [name for name in self.constants if name in module._parameters]
+        self.scalars: list[str] = []  # constants that take part in the result, once that is known
         self.unknown = [name for name, t in self.constants.items() if t.is_meta]
         for name in self.unknown:
             self.constants[name] = torch.ones_like(self.constants[name], device="cpu")
             if name in self.tensors:
                 self.tensors[name] = self.constants[name] * 1e-3
-        self._module, self._class = module, cls
+        self._instead: dict[str, Any] = {}
+        self._module, self._class, self._running = module, cls, running or cls
         on = next((t.device for t in own.values()), torch.device("cpu"))
         self.device = torch.device("cpu") if on.type == "meta" else on
         self.inputs = self.input_names(cls)
@@ -117,6 +139,23 @@ class Specimen:
             yield from vars(cls).values()
 
     @contextmanager
+    def narrowed(self, width: int, to: int) -> Iterator[None]:
+        """Inside, the module is a sibling: its tensors and numbers of a width have another, smaller one."""
+        tensors = dict(self.tensors)
+        for name, t in tensors.items():
+            if width in t.shape:
+                self.tensors[name] = t.narrow(list(t.shape).index(width), 0, to)
+        for name, value in vars(self._module).items():
+            if type(value) is int and value == width:
+                self._instead[name] = to
+            elif isinstance(value, (tuple, list)) and list(value) == [width]:
+                self._instead[name] = type(value)([to])
+        try:
+            yield
+        finally:
+            self.tensors, self._instead = tensors, {}
+
+    @contextmanager
     def observed(self) -> Iterator[None]:
         """Inside, runs may write to what the module refers to: afterwards it is as it was, and the writing a reason.
 
@@ -146,7 +185,7 @@ class Specimen:
         values = {name: t.detach().to(inputs[0].dtype, copy=True) for name, t in self.tensors.items()}
         values |= {name: t.detach().clone() for name, t in self.constants.items() if name not in values}
         values |= tensors or {}
-        clone = _clone(self._module, self._class, values, training)
+        clone = _clone(self._module, self._running, {**values, **self._instead}, training)
         before, written = _variables(clone), _versions(clone)
         given = [*inputs, *values.values()]
         pristine = [t.detach().clone() for t in given]
@@ -154,7 +193,7 @@ class Specimen:
         with torch.set_grad_enabled(grad), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                y = self._class.forward(clone, *inputs)
+                y = self._running.forward(clone, *inputs)
             except Exception as error:  # a stranger's code may raise anything
                 shape = "x".join(map(str, inputs[0].shape))
                 message = str(error).strip().partition("\n")[0]
@@ -244,15 +283,15 @@ def _without_autocast() -> Iterator[None]:
             torch.set_autocast_enabled(kind, True)
 
 
-def _clone(module: nn.Module, cls: type[nn.Module], tensors: Mapping[str, Tensor], training: bool) -> nn.Module:
+def _clone(module: nn.Module, cls: type[nn.Module], instead: Mapping[str, Any], training: bool) -> nn.Module:
     clone = object.__new__(cls)  # some classes, FSDP's for one, build a whole module in their own
     state: dict[str, Any] = {}
     for name, value in vars(module).items():
         if name.endswith(("_hooks", "_hooks_with_kwargs")) and isinstance(value, dict):
             value = OrderedDict()
-        state[name] = tensors.get(name, value)
+        state[name] = instead.get(name, value)
     for kind in ("_parameters", "_buffers"):
-        state[kind] = {name: tensors.get(name, t) for name, t in state[kind].items()}
+        state[kind] = {name: instead.get(name, t) for name, t in state[kind].items()}
     state["_modules"] = {
         name: child if child is None else _clone(child, type(child), {}, training)
         for name, child in module._modules.items()

@@ -18,7 +18,7 @@ from rmsnorm.cli.check.page import page
 from rmsnorm.cli.check.report import Report, show, show_list
 from rmsnorm.cli.progress import progress
 from rmsnorm.cli.requirements import CannotRun, require_writable, writing
-from rmsnorm.numerics import reference
+from rmsnorm.spec import ROUNDINGS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="score the extras too")
     parser.add_argument("--inference", action="store_true", help="it promises no gradients")
     parser.add_argument("--offset", type=float, help="what it should add to the weight; other findings are faults")
-    parser.add_argument("--rounding", choices=reference.ROUNDINGS, help="where it should round")
+    parser.add_argument("--rounding", choices=ROUNDINGS, help="where it should round")
     parser.add_argument("--device", default="cpu", help="where to run it (default cpu)")
     parser.add_argument("--in-process", action="store_true", help="run the checks in this process, for a debugger")
     parser.add_argument("--json", action="store_true", help="print JSON")

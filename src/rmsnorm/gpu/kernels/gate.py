@@ -3,19 +3,19 @@
 import triton
 import triton.language as tl
 
-from rmsnorm.numerics import gated_reference
+from rmsnorm.numerics import stages
 
-_LARGEST = tl.constexpr(gated_reference._LARGEST)
-_LOG2_E = tl.constexpr(gated_reference._LOG2_E)
-_P_2, _P_0 = tl.constexpr(gated_reference._P_2), tl.constexpr(gated_reference._P_0)
-_Q_3, _Q_1 = tl.constexpr(gated_reference._Q_3), tl.constexpr(gated_reference._Q_1)
+_LARGEST = tl.constexpr(stages.LARGEST_EXPONENT)
+_LOG2_E = tl.constexpr(stages.LOG2_E)
+_P_2, _P_0 = tl.constexpr(stages.P_2), tl.constexpr(stages.P_0)
+_Q_3, _Q_1 = tl.constexpr(stages.Q_3), tl.constexpr(stages.Q_1)
 # A float64 that is added to it becomes an integer, the nearest or the even one of two, in the last bits of the sum.
 _INTEGERS = tl.constexpr(1.5 * 2.0**52)
 
 
 @triton.jit
 def sigmoid(z):
-    """gated_reference._sigmoid: float64 inside, no library's exponential."""
+    """stages.sigmoid: float64 inside, no library's exponential."""
     bounded = tl.where(z > _LARGEST, _LARGEST, tl.where(z < -_LARGEST, -_LARGEST, z))  # NaN stays
     exponent = bounded.to(tl.float64) * _LOG2_E
     integer = exponent + _INTEGERS

@@ -1,0 +1,110 @@
+"""What every operator's results look like, for tracing and the meta device; the values are nobody's business here.
+
+The dispatcher comes here when any argument is on the meta device, without the kernels' checks: they are made here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rmsnorm import checks
+from rmsnorm.numerics import reference
+from rmsnorm.ops.fallback import Gradients, check
+from rmsnorm.ops.layouts import like, rstd_like
+from rmsnorm.spec import NormSpec
+
+
+def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0) -> Tensor:
+    return _y(x, None, weight, NormSpec(eps, weight_offset, rounding))
+
+
+def forward_train(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
+) -> tuple[Tensor, Tensor]:
+    spec = NormSpec(eps, weight_offset, rounding)
+    return _y(x, None, weight, spec), rstd_like(x, spec)
+
+
+def forward_out(
+    x: Tensor, weight: Tensor | None, eps: float, out: Tensor, weight_offset: float = 0.0, rounding: int = 0
+) -> None:
+    forward(x, weight, eps, weight_offset, rounding)
+
+
+def add_forward(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _sum_and_y(x, residual, weight, NormSpec(eps, weight_offset, rounding))
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    weight_offset: float,
+    dh: Tensor | None,
+    rebuilt_dtype: torch.dtype | None,
+    need_dx: bool,
+    need_dweight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    dx = like(x, rebuilt_dtype or x.dtype) if need_dx else None
+    return dx, _dweight(x, rstd, weight) if need_dweight else None
+
+
+def gated_forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> Tensor:
+    return _y(x, gate, weight, NormSpec(*options))
+
+
+def gated_forward_train(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    spec = NormSpec(*options)
+    return _y(x, gate, weight, spec), rstd_like(x, spec)
+
+
+def gated_forward_out(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> None:
+    gated_forward(x, gate, weight, *options[:-1])
+
+
+def residual_forward(
+    x: Tensor, residual: Tensor, weight: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    eps, weight_offset, rounding, group_size, exact_sum, alpha = options
+    spec = NormSpec(eps, weight_offset, rounding, group_size, exact_sum=exact_sum, alpha=alpha)
+    return _sum_and_y(x, residual, weight, spec)
+
+
+def gated_backward(
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    dh: Tensor | None,
+    *options: Any,
+) -> Gradients:
+    need_dx, need_dgate, need_dweight = options[-3:]
+    return (
+        like(x, x.dtype) if need_dx else None,
+        like(x, gate.dtype) if need_dgate and gate is not None else None,
+        _dweight(x, rstd, weight) if need_dweight else None,
+    )
+
+
+def _y(x: Tensor, gate: Tensor | None, weight: Tensor | None, spec: NormSpec) -> Tensor:
+    if any(t is not None and t.is_meta for t in (x, gate, weight)):
+        check(x, weight, spec, gate=gate)
+    return like(x, reference.y_dtype(x.dtype, gate, weight, spec))
+
+
+def _sum_and_y(x: Tensor, residual: Tensor, weight: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor, Tensor]:
+    if x.is_meta or residual.is_meta:
+        check(x, weight, spec)
+        checks.check_residual(residual, x)
+    return _y(x, None, weight, spec), like(x, residual.dtype), rstd_like(x, spec)
+
+
+def _dweight(x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[-1], dtype=rstd.dtype if weight is None else weight.dtype)

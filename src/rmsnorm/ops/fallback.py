@@ -1,0 +1,168 @@
+"""The reference behind every operator (library.py): float64, and devices that have no kernels.
+
+Devices without float64 have no reference either. There the operator of the CPU does the work: same bits, and the price
+is a copy there and back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from rmsnorm import checks
+from rmsnorm.numerics import blocks, reference
+from rmsnorm.ops.layouts import laid_out_like
+from rmsnorm.spec import NormSpec, check_eps, check_group_size, check_number
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether the device computes in float64, which the reference needs."""
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
+
+
+def _or_on_the_cpu(function: _Function) -> _Function:
+    @functools.wraps(function)
+    def call(x: Tensor, *arguments: Any) -> Any:
+        if has_float64(x.device):
+            return function(x, *arguments)
+        moved = [a.cpu() if isinstance(a, Tensor) else a for a in (x, *arguments)]
+        results = getattr(torch.ops.rmsnorm, function.__name__)(*moved)
+        return tuple(r if r is None else r.to(x.device) for r in results)
+
+    return cast(_Function, call)
+
+
+def _rows_of(x: Tensor) -> ModuleType:
+    """What computes: on the CPU the reference in blocks of rows, which has its bits."""
+    return blocks if x.device.type == "cpu" and x.dtype != torch.float64 else reference
+
+
+def check(x: Tensor, weight: Tensor | None, spec: NormSpec, *, gate: Tensor | None = None) -> None:
+    """What the kernels check: plain PyTorch would broadcast, truncate and go on."""
+    checks.check_inputs(x, weight, None)
+    check_eps(spec.eps)
+    check_number(spec.weight_offset, "weight_offset")
+    if spec.group_size:
+        check_group_size(spec.group_size, x.shape[-1])
+    if gate is not None:
+        checks.check_gate(gate, x)
+
+
+def forward(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0) -> Tensor:
+    return forward_train(x, weight, eps, weight_offset, rounding)[0]
+
+
+@_or_on_the_cpu
+def forward_train(
+    x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
+) -> tuple[Tensor, Tensor]:
+    return _normalize(x, None, weight, NormSpec(eps, weight_offset, rounding))
+
+
+def forward_out(
+    x: Tensor, weight: Tensor | None, eps: float, out: Tensor, weight_offset: float = 0.0, rounding: int = 0
+) -> None:
+    _write(out, x, weight, forward(x, weight, eps, weight_offset, rounding))
+
+
+@_or_on_the_cpu
+def add_forward(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _add_and_normalize(x, residual, weight, NormSpec(eps, weight_offset, rounding))
+
+
+@_or_on_the_cpu
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    weight_offset: float,
+    dh: Tensor | None,
+    rebuilt_dtype: torch.dtype | None,
+    need_dx: bool,
+    need_dweight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    given = x
+    if rebuilt_dtype is not None:
+        x = reference.rebuild(x, rstd, weight, weight_offset, rebuilt_dtype)
+    dx, _, dweight = _rows_of(given).backward(dy, x, None, rstd, weight, dh, NormSpec(0.0, weight_offset))
+    return laid_out_like(given, dx) if need_dx else None, dweight if need_dweight else None
+
+
+def gated_forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> Tensor:
+    return gated_forward_train(x, gate, weight, *options)[0]
+
+
+@_or_on_the_cpu
+def gated_forward_train(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    return _normalize(x, gate, weight, NormSpec(*options))
+
+
+def gated_forward_out(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> None:
+    *fields, out = options
+    y = gated_forward(x, gate, weight, *fields)
+    if gate is not None:
+        checks.check_apart(out, gate, "gate")
+    _write(out, x, weight, y)
+
+
+@_or_on_the_cpu
+def residual_forward(
+    x: Tensor, residual: Tensor, weight: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    eps, weight_offset, rounding, group_size, exact_sum, alpha = options
+    spec = NormSpec(eps, weight_offset, rounding, group_size, exact_sum=exact_sum, alpha=alpha)
+    return _add_and_normalize(x, residual, weight, spec)
+
+
+@_or_on_the_cpu
+def gated_backward(
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    dh: Tensor | None,
+    *options: Any,
+) -> Gradients:
+    weight_offset, group_size, activation, gate_first, *needed = options
+    spec = NormSpec(0.0, weight_offset, 0, group_size, activation, gate_first)
+    dx, dgate, dweight = _rows_of(x).backward(dy, x, gate, rstd, weight, dh, spec)
+    need_dx, need_dgate, need_dweight = needed
+    return (
+        laid_out_like(x, dx) if need_dx else None,
+        laid_out_like(x, dgate) if need_dgate and dgate is not None else None,
+        dweight if need_dweight else None,
+    )
+
+
+def _normalize(x: Tensor, gate: Tensor | None, weight: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor]:
+    check(x, weight, spec, gate=gate)
+    y, rstd = _rows_of(x).forward(x, gate, weight, spec)
+    return laid_out_like(x, y), rstd.contiguous()
+
+
+def _add_and_normalize(
+    x: Tensor, residual: Tensor, weight: Tensor | None, spec: NormSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    check(x, weight, spec)
+    checks.check_residual(residual, x)
+    y, h, rstd = _rows_of(x).add_forward(x, residual, weight, spec)
+    return laid_out_like(x, y), laid_out_like(x, h), rstd.contiguous()
+
+
+def _write(out: Tensor, x: Tensor, weight: Tensor | None, y: Tensor) -> None:
+    checks.check_out(out, x, weight, y.dtype)
+    out.copy_(y)

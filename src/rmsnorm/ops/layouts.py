@@ -1,0 +1,29 @@
+"""How results lie in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rmsnorm.numerics.fixed_sum import compute_dtype
+from rmsnorm.spec import NormSpec
+
+
+def like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Laid out as x if x is dense with adjacent columns, else contiguous; csrc/ops/tensors.h does the same."""
+    made = torch.empty_like(x, dtype=dtype)  # keeps the strides of a dense tensor, and of no other
+    if made.stride() == x.stride() and (x.stride(-1) == 1 or x.shape[-1] == 1):
+        return made
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def laid_out_like(x: Tensor, result: Tensor) -> Tensor:
+    """The result, copied where its strides are not those of `like`."""
+    expected = like(x, result.dtype)
+    return result if result.stride() == expected.stride() else expected.copy_(result)
+
+
+def rstd_like(x: Tensor, spec: NormSpec) -> Tensor:
+    """One number for each group of each row, contiguous."""
+    groups = x.shape[-1] // spec.group_size if spec.group_size else 1
+    return x.new_empty((*x.shape[:-1], groups), dtype=compute_dtype(x))
