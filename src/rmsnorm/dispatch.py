@@ -32,13 +32,13 @@ def compile_as(way: str) -> None:
     """What `torch.compile` makes of a norm from now on (docs/compile.md).
 
     Args:
-        way: "kernels" (default), which have the bits of eager code; or "formula", which the compiler fuses with its
-            neighbours, and whose bits depend on them.
+        way: "kernels" (default), which have the bits of eager code; or "decomposition" (also "formula"), which the compiler
+            fuses with its neighbours, and whose bits depend on them.
     """
     global _compile_as
-    if way not in ("kernels", "formula"):
-        raise ValueError(f"way must be 'kernels' or 'formula', got {way!r}")
-    _compile_as = way
+    if way not in ("kernels", "decomposition", "formula"):
+        raise ValueError(f"way must be 'kernels' or 'decomposition', got {way!r}")
+    _compile_as = "decomposition" if way == "formula" else way
 
 
 def normalize(
@@ -129,7 +129,7 @@ def _need_decomposition(tensors: list[Tensor]) -> bool:
     if decomposition.exporting():
         return True
     # The compiler would unroll the reference's sums, and traces no `autograd.Function` under functorch.
-    if compiling and (_compile_as == "formula" or transforming or forward_ad._current_level >= 0):
+    if compiling and (_compile_as == "decomposition" or transforming or forward_ad._current_level >= 0):
         return True
     # The reference, which computes float64, reads the bits of numbers: torch 2.10 cannot `vmap` that.
     if tensors[0].dtype == torch.float64 and (compiling or transforming or forward_ad._current_level >= 0):

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,6 +115,18 @@ def test_info_says_whether_the_gpu_that_is_there_has_kernels(capability, line, m
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert main(["info"]) == 0
     assert f"GPU kernels   {line}" in capsys.readouterr().out
+
+
+def test_info_says_where_devices_without_float64_compute(monkeypatch, capsys):
+    line = "It has no float64: norms run on the CPU and are copied there and back, with the same bits."
+    assert main(["info"]) == 0
+    assert line not in capsys.readouterr().out
+    mps = torch.device("mps")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: mps)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(get_device_name=lambda: "M2"))
+    assert main(["info"]) == 0
+    lines = [text.strip() for text in capsys.readouterr().out.splitlines()]
+    assert lines[lines.index("accelerator   mps (M2)") + 1] == line
 
 
 def test_compare_prints_a_table_or_json(capsys):

@@ -16,9 +16,6 @@ def name_of(path):
 
 
 MODULES = {name_of(path): path for path in FILES}
-# The rooms whose rewriting is not on main yet: take them out of this tuple with it.
-NOT_YET = ("gpu",)
-LONG = {"specimen.py": 301}
 
 
 def imported(tree):
@@ -74,15 +71,10 @@ def test_no_import_circles():
         graph[name] = {m for m in imported(ast.parse(path.read_text())) if m in MODULES and m != name}
     # The package's face imports everything; what asks it for the version is no circle of rooms.
     graph["rmsnorm"] = set()
-    found = [
-        part for part in circles(graph) if not any(m.startswith(f"rmsnorm.{room}") for m in part for room in NOT_YET)
-    ]
-    assert found == []
+    assert circles(graph) == []
 
 
-@pytest.mark.parametrize(
-    "path", [f for f in FILES if f.parent.name not in NOT_YET], ids=lambda p: str(p.relative_to(ROOT))
-)
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_private_names_are_used_in_their_own_file(path):
     """Of modules of ours: `module._name`, or `from module import _name`."""
     tree = ast.parse(path.read_text())
@@ -101,6 +93,4 @@ def test_the_root_has_nine_files_at_most():
 
 
 def test_no_file_is_longer_than_300_lines():
-    assert {
-        path.name: n for path in FILES if (n := len(path.read_text().splitlines())) > LONG.get(path.name, 300)
-    } == {}
+    assert {path.name: n for path in FILES if (n := len(path.read_text().splitlines())) > 300} == {}

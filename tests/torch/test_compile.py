@@ -237,9 +237,10 @@ def test_autocast_inside_compiled_code_keeps_the_dtype():
     same([compiled(x)], [forward(x)])
 
 
-def test_the_formula_can_be_compiled_instead():
+@pytest.mark.parametrize("name", ["decomposition", "formula"])
+def test_the_formula_can_be_compiled_instead(name):
     x, weight = torch.randn(8, 64, requires_grad=True), torch.randn(64, requires_grad=True)
-    rmsnorm.compile_as("formula")
+    rmsnorm.compile_as(name)
     try:
         seen = operators(rms_norm, x, weight)
         compiled = torch.compile(rms_norm, backend="aot_eager", fullgraph=True)
@@ -249,5 +250,5 @@ def test_the_formula_can_be_compiled_instead():
     assert not [o for o in seen if "rmsnorm" in o]
     torch.testing.assert_close(formula, rms_norm(x, weight))
     same([compiled(x, weight)], [rms_norm(x, weight)])
-    with pytest.raises(ValueError, match="way must be 'kernels' or 'formula', got 'triton'"):
+    with pytest.raises(ValueError, match="way must be 'kernels' or 'decomposition', got 'triton'"):
         rmsnorm.compile_as("triton")

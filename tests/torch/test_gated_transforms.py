@@ -64,7 +64,7 @@ def test_a_gate_that_is_x_compiles():
 def test_the_formula_can_be_compiled_instead():
     torch._dynamo.reset()
     given = tensors("last")
-    rmsnorm.compile_as("formula")
+    rmsnorm.compile_as("decomposition")
     try:
         found = torch.compile(function("last"), fullgraph=True)(*given)
     finally:

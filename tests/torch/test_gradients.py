@@ -7,6 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rmsnorm import add_rms_norm, rms_norm
+from rmsnorm.numerics import blocks
+from rmsnorm.numerics import reference as definition
+from rmsnorm.ops import fallback
 from rmsnorm.spec import ROUNDINGS
 from tests.support import reference
 from tests.support.bits import same
@@ -158,6 +161,27 @@ def test_what_is_frozen_costs_nothing():
         add_rms_norm(x, x, b)[0].backward(dy)
         rms_norm(c).backward(dy)
     assert spy.asked == [(True, False), (False, True), (True, False), (True, False), (False, True), (True, False)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_fallback_sums_no_rows_for_a_frozen_weight(dtype, gated, monkeypatch):
+    x, dy = tensor(6, 32).to(dtype), tensor(6, 32, seed=1).to(dtype)
+    gate, weight, rstd = x if gated else None, torch.ones(32, dtype=dtype), torch.ones(6, 1, dtype=dtype)
+
+    def gradients_of(need_dweight):
+        if gated:
+            options = 0.0, 0, 0, False, True, True, need_dweight
+            return fallback.gated_backward(dy, x, gate, rstd, weight, None, *options)
+        return fallback.backward(dy, x, rstd, weight, 0.0, None, None, True, need_dweight)
+
+    *expected, _ = gradients_of(True)
+    for module in (blocks, definition):
+        monkeypatch.setattr(module, "sum_rows", None)  # a call of it fails
+    *found, dweight = gradients_of(False)
+    assert dweight is None
+    for a, b in zip(found, expected, strict=True):
+        same(a, b)
 
 
 def test_weight_alone_gets_its_gradient_while_the_residual_passes():

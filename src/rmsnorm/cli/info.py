@@ -18,7 +18,7 @@ import torch
 
 import rmsnorm
 from rmsnorm.gpu import availability
-from rmsnorm.ops import library
+from rmsnorm.ops import fallback, library
 
 # The optional extras that commands need.
 EXTRAS = ("bench", "demo")
@@ -52,6 +52,7 @@ def collect() -> dict[str, Any]:
         "accelerator": f"{accelerator.type} ({torch.get_device_module(accelerator).get_device_name()})"
         if accelerator
         else None,
+        "float64": accelerator is None or fallback.has_float64(accelerator),
         "threads": torch.get_num_threads(),
         "cores": usable_cores(),
         "extras": {extra: {package: version(package) for package in packages_of(extra)} for extra in EXTRAS},
@@ -103,6 +104,8 @@ def format_facts(facts: dict[str, Any]) -> str:
     missing, triton = facts["gpu_kernels"].values()
     lines.append(("GPU kernels", f"Triton {triton}" if missing is None else f"none: {missing}"))
     lines.append(("accelerator", facts["accelerator"] or "torch sees none"))
+    if not facts["float64"]:
+        lines.append(("", "It has no float64: norms run on the CPU and are copied there and back, with the same bits."))
     lines.append(("threads", f"{facts['threads']}, on {facts['cores']} cores that this process may use"))
     for extra, packages in facts["extras"].items():
         found = ", ".join(f"{name} {number or 'missing'}" for name, number in packages.items())

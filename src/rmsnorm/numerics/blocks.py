@@ -73,13 +73,17 @@ def backward(
     weight: Tensor | None,
     dh: Tensor | None,
     spec: NormSpec,
-) -> tuple[Tensor, Tensor | None, Tensor]:
+    need_dweight: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`reference.backward`."""
 
     def part(dy: Tensor, x: Tensor, gate: Tensor | None, rstd: Tensor, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-        return reference.input_gradients(dy, x, gate, rstd, weight, dh, spec)
+        dx, dgate, terms = reference.input_gradients(dy, x, gate, rstd, weight, dh, spec)
+        return dx, dgate, terms if need_dweight else None
 
     dx, dgate, terms = _by_blocks(part, dy, x, gate, rstd, dh)
+    if not need_dweight:
+        return dx, dgate, None
     dweight = sum_rows(terms)
     return dx, dgate, dweight if weight is None else dweight.to(weight.dtype)
 

@@ -75,7 +75,8 @@ def backward(
     weight: Tensor | None,
     dh: Tensor | None,
     spec: NormSpec,
-) -> tuple[Tensor, Tensor | None, Tensor]:
+    need_dweight: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of `forward`, whose intermediate roundings count as the identity (docs/math.md).
 
     Those of `add_forward` too, where x is h and `dh` its gradient: dx is then the gradient of h.
@@ -85,9 +86,12 @@ def backward(
     dweight = sum over rows of the norm's gradient * x_hat, as `sum_rows` adds
 
     Returns:
-        dx (..., d) in x's dtype, dgate in the gate's, dweight (d,) in the weight's (the computation dtype without one).
+        dx (..., d) in x's dtype, dgate in the gate's, dweight (d,) in the weight's (the computation dtype without one),
+        or None where it is not needed.
     """
     dx, dgate, terms = input_gradients(dy, x, gate, rstd, weight, dh, spec)
+    if not need_dweight:
+        return dx, dgate, None
     dweight = sum_rows(terms)
     return dx, dgate, dweight if weight is None else dweight.to(weight.dtype)
 

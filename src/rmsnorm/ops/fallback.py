@@ -97,8 +97,9 @@ def backward(
     given = x
     if rebuilt_dtype is not None:
         x = reference.rebuild(x, rstd, weight, weight_offset, rebuilt_dtype)
-    dx, _, dweight = _rows_of(given).backward(dy, x, None, rstd, weight, dh, NormSpec(0.0, weight_offset))
-    return laid_out_like(given, dx) if need_dx else None, dweight if need_dweight else None
+    spec = NormSpec(0.0, weight_offset)
+    dx, _, dweight = _rows_of(given).backward(dy, x, None, rstd, weight, dh, spec, need_dweight)
+    return laid_out_like(given, dx) if need_dx else None, dweight
 
 
 def gated_forward(x: Tensor, gate: Tensor | None, weight: Tensor | None, *options: Any) -> Tensor:
@@ -139,12 +140,12 @@ def gated_backward(
 ) -> Gradients:
     weight_offset, group_size, activation, gate_first, *needed = options
     spec = NormSpec(0.0, weight_offset, 0, group_size, activation, gate_first)
-    dx, dgate, dweight = _rows_of(x).backward(dy, x, gate, rstd, weight, dh, spec)
     need_dx, need_dgate, need_dweight = needed
+    dx, dgate, dweight = _rows_of(x).backward(dy, x, gate, rstd, weight, dh, spec, need_dweight)
     return (
         laid_out_like(x, dx) if need_dx else None,
         laid_out_like(x, dgate) if need_dgate and dgate is not None else None,
-        dweight if need_dweight else None,
+        dweight,
     )
 
 

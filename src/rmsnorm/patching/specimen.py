@@ -287,9 +287,8 @@ def _clone(module: nn.Module, cls: type[nn.Module], instead: Mapping[str, Any], 
     clone = object.__new__(cls)  # some classes, FSDP's for one, build a whole module in their own
     state: dict[str, Any] = {}
     for name, value in vars(module).items():
-        if name.endswith(("_hooks", "_hooks_with_kwargs")) and isinstance(value, dict):
-            value = OrderedDict()
-        state[name] = instead.get(name, value)
+        hooks = name.endswith(("_hooks", "_hooks_with_kwargs")) and isinstance(value, dict)
+        state[name] = instead.get(name, OrderedDict() if hooks else value)
     for kind in ("_parameters", "_buffers"):
         state[kind] = {name: instead.get(name, t) for name, t in state[kind].items()}
     state["_modules"] = {
