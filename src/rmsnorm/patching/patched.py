@@ -143,11 +143,12 @@ def patched_class(cls: type[nn.Module], proof: Proof) -> type[nn.Module]:
         "_rmsnorm_original": cls,
         "_rmsnorm_convention": proof.convention,
         "_rmsnorm_proof": proof,
-        "forward": _forward(cls, proof),
         "extra_repr": _extra_repr,
         "__reduce_ex__": _reduce_ex,
     }
-    return subclass(cls, body)
+    made = subclass(cls, body)
+    type.__setattr__(made, "forward", _forward(cls, proof, made))
+    return made
 
 
 def is_patched(module: nn.Module) -> bool:
@@ -155,19 +156,23 @@ def is_patched(module: nn.Module) -> bool:
     return hasattr(type(module), "_rmsnorm_proof")
 
 
-def _forward(cls: type[nn.Module], proof: Proof) -> Callable[..., Any]:
+def _forward(cls: type[nn.Module], proof: Proof, made: type[nn.Module]) -> Callable[..., Any]:
+    """The forward of `made`, the subclass of cls in which a proof stands."""
     covers, holds, call, arranged = proof.covers, proof.watch.holds, proof.call, proof.arranged
     count = 1 if proof.convention.activation is None else 2
     names = _input_names(cls, count)
     in_order = functools.partial(_in_order, names)
     weight_name = proof.convention.weight
+    untouched = functools.partial(proof.watch.holds_in, made=made, aside=weight_name)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = args if not kwargs else in_order(args, kwargs)
-        if len(inputs) == count and holds(self):
+        mine = type(self) is made
+        if len(inputs) == count and (mine or untouched(type(self))) and holds(self):
             weight = None
             if weight_name is not None:
-                weight = self._parameters.get(weight_name)
+                if mine and weight_name not in self.__dict__:
+                    weight = self._parameters.get(weight_name)
                 if weight is None:  # a buffer, or what a sharder or a parametrization has put in its place
                     weight = getattr(self, weight_name, None)
             if covers(inputs, weight):
