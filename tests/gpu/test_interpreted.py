@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.gpu import cases, gated_cases, processes
+from tests.gpu import cases, processes
 
 PARTS = 2
-GROUPS = (*cases.TALL, *cases.SHIPPED, *gated_cases.TALL, *gated_cases.SHIPPED, *cases.CHECKS)
+GROUPS = (*cases.TALL, *cases.SHIPPED, *cases.CHECKS)
 
 
 @pytest.fixture(scope="module")
