@@ -106,10 +106,8 @@ def columns(itemsize: int, target: Any) -> Tile:
 
 
 def unroll(with_gradients: bool, gate: bool) -> int:
-    """How many rows of some columns are loaded before they are added up."""
-    if with_gradients:
-        return 1 if gate else 2
-    return 2 if gate else 4
+    """How many rows of some columns are loaded before they are added up; a gate's sigmoid leaves registers for one."""
+    return 1 if gate else 2 if with_gradients else 4
 
 
 def fused(rows: int, programs: int) -> bool:
