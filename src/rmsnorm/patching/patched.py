@@ -185,8 +185,8 @@ def _forward(cls: type[nn.Module], proof: Proof, made: type[nn.Module]) -> Calla
     known = own.__globals__
     if own.__code__.co_freevars:
         known = {**known, **inspect.getclosurevars(own).nonlocals}
-    made = types.FunctionType(forward.__code__, known, "forward", None, forward.__closure__)
-    return functools.wraps(own)(made)
+    function = types.FunctionType(forward.__code__, known, "forward", None, forward.__closure__)
+    return functools.wraps(own)(function)
 
 
 def _input_names(cls: type[nn.Module], count: int) -> tuple[str, ...]:
