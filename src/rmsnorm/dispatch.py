@@ -32,8 +32,8 @@ def compile_as(way: str) -> None:
     """What `torch.compile` makes of a norm from now on (docs/compile.md).
 
     Args:
-        way: "kernels" (default), which have the bits of eager code; or "decomposition" (also "formula"), which the compiler
-            fuses with its neighbours, and whose bits depend on them.
+        way: "kernels" (default), which have the bits of eager code; or "decomposition" (also "formula"), which the
+            compiler fuses with its neighbours, and whose bits depend on them.
     """
     global _compile_as
     if way not in ("kernels", "decomposition", "formula"):
