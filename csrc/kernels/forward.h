@@ -9,13 +9,14 @@ namespace {
 using rmsnorm::Dtype;
 using rmsnorm::Forward;
 
-// Writes u of a row where it is not x itself, and gives its sum of squares.
-using Before = Interval (*)(const Forward& f, int64_t r, void* u, int log_cols);
-// Writes the columns of y from `begin` on, given `count` columns of n.
+// Writes u of `count` rows from r on, where it is not x itself, and gives their sums of squares. Where rows
+// of u lie in none of the tensors, they lie side by side.
+using Before = void (*)(const Forward& f, int64_t r, int64_t count, void* u, int log_cols, Interval* sums);
+// Writes `count` columns of y from column `begin` of row r on, given n of them; rows that are adjacent in
+// every tensor come as one.
 using After = void (*)(const Forward& f, int64_t r, int64_t begin, int64_t count, const float* n);
 
-// Stages work on pieces of a row, which stay in the first-level cache.
-constexpr int64_t piece_cols = 512;
+using rmsnorm::piece_cols;
 
 // The sum of squares of x. Memory is kept busy meanwhile: with the first half of a row that is read later,
 // the rest of which scale_row prefetches, and with where y goes, unless y bypasses the cache.
@@ -65,17 +66,35 @@ void scale_row(const U* u, float rstd, const float* gain, Y* y, int64_t cols, co
     }
 }
 
-// n in pieces of float32, which `after` makes y of.
-template <class U, class XHat>
-RMSNORM_NOINLINE void scale_row_for(After after, const Forward& f, int64_t r, const U* u, float rstd,
-                                    const float* gain) {
-    alignas(64) float n[piece_cols];
-    for (int64_t i = 0; i < f.cols; i += piece_cols) {
-        const int64_t count = f.cols - i < piece_cols ? f.cols - i : piece_cols;
-        scale_row<U, float, XHat, false>(u + i, rstd, gain ? gain + i : nullptr, n, count, u + i);
-        after(f, r, i, count, n);
-    }
+// Whether rows lie side by side in every tensor: groups of a row do.
+inline bool rows_are_adjacent(const Forward& f) {
+    return f.x.stride == f.cols && f.y.stride == f.cols && (!f.gate.given || f.gate.stride == f.cols);
 }
+
+// n of a row in float32, or of as many adjacent rows as make a piece, for a stage after.
+template <class U, class XHat>
+class Normed {
+  public:
+    Normed(After after, const Forward& f) : after_(after), f_(f), joins_(rows_are_adjacent(f)) {}
+
+    RMSNORM_NOINLINE void add(int64_t r, const U* u, float rstd, const float* gain, const U* read_later) {
+        if (!joins_ || filled_ + f_.cols > piece_cols) finish();
+        if (filled_ == 0) first_ = r;
+        scale_row<U, float, XHat, false>(u, rstd, gain, f_.scratch + filled_, f_.cols, read_later);
+        filled_ += f_.cols;
+    }
+    void finish() {
+        for (int64_t i = 0; i < filled_; i += piece_cols)
+            after_(f_, first_, i, filled_ - i < piece_cols ? filled_ - i : piece_cols, f_.scratch + i);
+        filled_ = 0;
+    }
+
+  private:
+    const After after_;
+    const Forward& f_;
+    const bool joins_;
+    int64_t first_ = 0, filled_ = 0;
+};
 
 // Each group is a row: kernels.cpp sees to that. Without a stage before, U is x's type; with one after, Y is
 // float.
@@ -88,6 +107,7 @@ void forward_rows(const Forward& f, Before before, After after) {
     const int64_t batch = rmsnorm::rows_together(f.cols, sizeof(U));
     auto rstd_of = [&](double sum) { return float(1.0 / __builtin_sqrt(sum * reciprocal + f.eps)); };
 
+    Normed<U, XHat> normed(after, f);
     constexpr int64_t most = rmsnorm::forward_batch;
     Interval sum[most] = {};
     float rstd[most], least[most];
@@ -98,10 +118,12 @@ void forward_rows(const Forward& f, Before before, After after) {
             if (in_scratch || rmsnorm::size_of(f.x.dtype) != sizeof(U)) return u_of(r);
             return row<U>(f.x, r0 + r + batch < f.rows ? r0 + r + batch : r0 + r);
         };
-        for (int64_t r = 0; r < rows; ++r)
-            sum[r] = before ? before(f, r0 + r, u_of(r), log_cols)
-                            : read_row(u_of(r), f.cols, log_cols, read_later(r),
-                                       f.nontemporal || after ? nullptr : row<Y>(f.y, r0 + r));
+        if (before)
+            before(f, r0, rows, u_of(0), log_cols, sum);
+        else
+            for (int64_t r = 0; r < rows; ++r)
+                sum[r] = read_row(u_of(r), f.cols, log_cols, read_later(r),
+                                  f.nontemporal || after ? nullptr : row<Y>(f.y, r0 + r));
         // All of a batch, for the sake of a loop of known length.
         for (int64_t r = 0; r < most; ++r) {
             rstd[r] = rstd_of(sum[r].low);
@@ -114,7 +136,7 @@ void forward_rows(const Forward& f, Before before, After after) {
             const float* gain = f.gain.given ? f.gain.data : nullptr;
             if (gain && f.groups > 1) gain += (r0 + r) % f.groups * f.cols;
             if (after)
-                scale_row_for<U, XHat>(after, f, r0 + r, u_of(r), rstd[r], gain);
+                normed.add(r0 + r, u_of(r), rstd[r], gain, read_later(r));
             else if (f.nontemporal)
                 scale_row<U, Y, XHat, true>(u_of(r), rstd[r], gain, row<Y>(f.y, r0 + r), f.cols,
                                             read_later(r));
@@ -123,6 +145,7 @@ void forward_rows(const Forward& f, Before before, After after) {
                                              read_later(r));
         }
     }
+    normed.finish();
     if (f.nontemporal) end_nontemporal();
 }
 

@@ -52,21 +52,20 @@ void round_row(const float* values, T* result, int64_t cols) {
 // Groups as rows, which lie a fixed stride apart where whole rows are adjacent; else a row at a time.
 template <class Call>
 void with_groups_as_rows(const Forward& given, Call call) {
+    if (given.groups == 1) return call(given);
     Forward f = given;
     Rows* const all[] = {&f.x, &f.y, &f.residual, &f.h, &f.gate};
     const int64_t width = f.groups * f.cols;
     bool adjacent = true;
     for (Rows* rows : all) adjacent = adjacent && (!rows->given || rows->stride == width);
-    const int64_t at_once = f.groups == 1 || adjacent ? f.rows : 1;
+    const int64_t at_once = adjacent ? f.rows : 1;
+    f.rows = at_once * f.groups;
     for (int64_t r = 0; r < given.rows; r += at_once) {
-        if (f.groups > 1) {
-            f.x = from(given.x, r), f.y = from(given.y, r), f.gate = from(given.gate, r);
-            f.residual = from(given.residual, r), f.h = from(given.h, r);
-            f.rstd = given.rstd;
-            if (f.rstd.given) f.rstd.data += r * f.groups;
-            f.rows = at_once * f.groups;
-            for (Rows* rows : all) rows->stride = f.cols;
-        }
+        f.x = from(given.x, r), f.y = from(given.y, r), f.gate = from(given.gate, r);
+        f.residual = from(given.residual, r), f.h = from(given.h, r);
+        for (Rows* rows : all) rows->stride = f.cols;
+        f.rstd = given.rstd;
+        if (f.rstd.given) f.rstd.data += r * f.groups;
         call(f);
     }
 }

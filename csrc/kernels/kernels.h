@@ -96,8 +96,11 @@ inline int64_t rows_together(int64_t cols, int64_t size) {
 inline bool keeps_u(const Forward& f) {
     return f.gate.given ? f.gate_first : f.residual.given && f.exact_sum && f.h.dtype != Dtype::f32;
 }
+// Stages work on pieces of a row, which stay in the first-level cache.
+constexpr int64_t piece_cols = 512;
 inline int64_t forward_scratch(const Forward& f) {
-    return keeps_u(f) ? rows_together(f.cols, sizeof(float)) * f.cols : 0;
+    if (keeps_u(f)) return rows_together(f.cols, sizeof(float)) * f.cols;
+    return !f.gate.given ? 0 : f.cols < piece_cols ? piece_cols : f.cols;
 }
 
 // Rows that go through a gate together in the backward, as float32: enough of them that calls do not cost,

@@ -27,16 +27,10 @@ F32 sum_of(const X* x, F32 alpha, const R* residual, Count... n) {
 
 // h = t + residual, rounded; u is h, or, if `exact`, the sum itself. In 16 bits both loops, this one and that
 // over u, are limited by the conversions of their elements, and are faster one after the other.
-template <class X, class R, bool scaled, bool exact>
-Interval add_before(const Forward& f, int64_t r, void* u_given, int log_cols) {
-    using U = std::conditional_t<exact, float, R>;
+template <class X, class R, bool scaled, bool exact, class U>
+Interval add_row(const X* x, const R* residual, R* h, U* u, float factor, int64_t cols, int log_cols) {
     constexpr int64_t piece = sizeof(X) == 4 && sizeof(R) == 4 ? 2 * N : piece_cols;
-    const X* x = row<X>(f.x, r);
-    const R* residual = row<R>(f.residual, r);
-    R* h = row<R>(f.h, r);
-    U* u = static_cast<U*>(u_given);
-    const F32 alpha = set(float(f.alpha));  // not before: this rounds
-    const int64_t cols = f.cols;
+    const F32 alpha = set(factor);
     auto rounded = [](F32 v) { return can_carry<X, R> ? nan_cleaned(v) : v; };
     return sum_squares<U>(cols, log_cols, [=](int64_t i, int64_t) {
         int64_t j = i;
@@ -55,6 +49,21 @@ Interval add_before(const Forward& f, int64_t r, void* u_given, int log_cols) {
         }
         return static_cast<const U*>(u + i);
     });
+}
+
+template <class X, class R, bool scaled, bool exact>
+void add_before(const Forward& f, int64_t r0, int64_t count, void* u, int log_cols, Interval* sums) {
+    const float alpha = float(f.alpha);  // here, where it is rounded to nearest
+    for (int64_t r = 0; r < count; ++r) {
+        const X* x = row<X>(f.x, r0 + r);
+        const R* residual = row<R>(f.residual, r0 + r);
+        R* h = row<R>(f.h, r0 + r);
+        if constexpr (exact)
+            sums[r] = add_row<X, R, scaled, true>(x, residual, h, static_cast<float*>(u) + r * f.cols, alpha,
+                                                  f.cols, log_cols);
+        else
+            sums[r] = add_row<X, R, scaled, false>(x, residual, h, h, alpha, f.cols, log_cols);
+    }
 }
 
 template <class X, class R>
@@ -76,33 +85,37 @@ RMSNORM_NOINLINE void gate_row(const X* x, const Z* z, const float* s, Activatio
 }
 
 template <class X, class Z>
-Interval gate_before(const Forward& f, int64_t r, void* u_given, int log_cols) {
-    const int64_t next = r + 1 < f.rows ? r + 1 : r, cols = f.cols;
-    const X *x = row<X>(f.x, r), *next_x = row<X>(f.x, next);
-    const Z *z = row<Z>(f.gate, r), *next_z = row<Z>(f.gate, next);
-    const Activation activation = f.activation;
-    float* u = static_cast<float*>(u_given);
-    return sum_squares<float>(cols, log_cols, [=](int64_t i, int64_t) {
-        if (i % piece_cols == 0) {
-            const int64_t n = cols - i < piece_cols ? cols - i : piece_cols;
-            alignas(64) float s[piece_cols];
-            sigmoid_row(z + i, s, n, next_x + i, next_z + i);
-            gate_row(x + i, z + i, s, activation, u + i, n);
+void gate_before(const Forward& f, int64_t r0, int64_t count, void* u_given, int log_cols, Interval* sums) {
+    float* const u = static_cast<float*>(u_given);
+    alignas(64) float s[piece_cols];
+    auto fill = [&](int64_t r, int64_t rows, float* into) {
+        const int64_t later = r + rows < f.rows ? r + rows : r, width = rows * f.cols;
+        const X *x = row<X>(f.x, r), *x_later = row<X>(f.x, later);
+        const Z *z = row<Z>(f.gate, r), *z_later = row<Z>(f.gate, later);
+        for (int64_t i = 0; i < width; i += piece_cols) {
+            const int64_t n = width - i < piece_cols ? width - i : piece_cols;
+            sigmoid_row(z + i, s, n, x_later + i, z_later + i);
+            gate_row(x + i, z + i, s, f.activation, into + i, n);
         }
-        return static_cast<const float*>(u + i);
-    });
+    };
+    const bool joined = f.x.stride == f.cols && f.gate.stride == f.cols;
+    if (joined) fill(r0, count, u);
+    for (int64_t r = 0; r < count; ++r) {
+        float* const row_u = u + r * f.cols;
+        if (!joined) fill(r0 + r, 1, row_u);
+        sums[r] = sum_squares<float>(
+            f.cols, log_cols, [=](int64_t i, int64_t) { return static_cast<const float*>(row_u + i); });
+    }
 }
 
 // y = n * act(z), n rounded to normed_type. y has x's type.
 template <class X, class Z>
 void gate_after(const Forward& f, int64_t r, int64_t begin, int64_t count, const float* n) {
-    const int64_t later = r + rmsnorm::rows_together(f.cols, sizeof(X));
     const Z* z = row<Z>(f.gate, r) + begin;
-    const X* x_later = row<X>(f.x, later < f.rows ? later : r) + begin;
     X* y = row<X>(f.y, r) + begin;
     const Activation activation = f.activation;
     alignas(64) float s[piece_cols];
-    sigmoid_row(z, s, count, x_later, static_cast<const Z*>(nullptr), y);
+    sigmoid_row(z, s, count, static_cast<const Z*>(nullptr), static_cast<const Z*>(nullptr), y);
     auto multiply = [&](auto type) {
         fill_row<Z>(y, count, [=](int64_t i, auto... rest) {
             return mul(round_to(load(n + i, rest...), type),

@@ -28,6 +28,15 @@ struct Derivative {
     }
 };
 
+// rstd, its values side by side.
+inline Tensor values_of_groups(const Tensor& rstd, int64_t groups) {
+    STD_TORCH_CHECK(rstd.is_cpu() && rstd.scalar_type() == ScalarType::Float && rstd.numel() == groups,
+                    "rstd must have one float32 per row, or per group");
+    if (!rstd.is_contiguous()) return View(rstd, "rstd").contiguous();
+    check_storage(rstd, groups * int64_t(sizeof(float)), "rstd");
+    return rstd;
+}
+
 struct Gradients {
     Result dx, dgate, dweight;
 };
@@ -47,10 +56,7 @@ inline Gradients differentiate(const Derivative& given) {
     const View& result = dx ? *dx : dgate ? *dgate : x;  // dx and dgate lie alike
     const Layout layout(x.dim, x.sizes, {dy.strides, x.strides, second.strides, result.strides});
     const int64_t rows = layout.rows();
-    const View rstd_view(given.rstd, "rstd");
-    const Tensor rstd = torch::stable::contiguous(rstd_view.tensor);
-    STD_TORCH_CHECK(rstd_view.dtype == Dtype::f32 && rstd.numel() == rows * groups,
-                    "rstd must have one float32 per row, or per group");
+    const Tensor rstd = values_of_groups(given.rstd, rows * groups);
     const Gain gain(given.weight, given.spec.weight_offset, cols, x_type);
     const rmsnorm::Kernels& kernels = table();
 

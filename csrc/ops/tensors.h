@@ -77,6 +77,17 @@ inline int64_t extent(int64_t dim, const int64_t* sizes, const int64_t* strides)
     return last + 1;
 }
 
+// Refuses a tensor that reaches beyond its storage, `needed` bytes of it. FSDP and offloading free a storage,
+// or all but its beginning, and leave the tensor's sizes as they were.
+inline void check_storage(const Tensor& tensor, int64_t needed, const char* name) {
+    int64_t bytes, offset = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+    if (bytes == needed || needed == 0) return;  // most tensors are all of their storage
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.get(), &offset));
+    STD_TORCH_CHECK(bytes >= offset * int64_t(tensor.element_size()) + needed, name,
+                    " has no memory: its storage was freed");
+}
+
 // What the operators ask of a tensor, asked once. Its columns are adjacent: others are copied. `name` is what
 // errors call it.
 struct View {
@@ -86,10 +97,16 @@ struct View {
     char* data;
     bool copied = false;
 
+    // Of a result that was made here.
+    explicit View(const Tensor& made) : tensor(made) { read_metadata(); }
+
     View(const Tensor& given, const char* name) : tensor(given) {
-        STD_TORCH_CHECK(tensor.is_cpu(), "expected ", name, " on the CPU");
+        static const int32_t cpu = aoti_torch_device_type_cpu();
+        int32_t device;
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device));
+        STD_TORCH_CHECK(device == cpu, "expected ", name, " on the CPU");
         read_metadata();
-        check_memory(name);
+        check_storage(tensor, extent(dim, sizes, strides) * rmsnorm::size_of(dtype), name);
         STD_TORCH_CHECK(dim > 0 && cols() > 0, "expected at least one dimension, the last not empty");
         if (cols() != 1 && strides[dim - 1] != 1) {
             try {
@@ -102,6 +119,7 @@ struct View {
         }
     }
 
+    Tensor contiguous() const { return torch::stable::contiguous(tensor); }
     int64_t cols() const { return sizes[dim - 1]; }
     int64_t numel() const {
         int64_t n = 1;
@@ -124,17 +142,6 @@ struct View {
 
   private:
     const char* end() const { return data + extent(dim, sizes, strides) * rmsnorm::size_of(dtype); }
-    // FSDP and offloading free a tensor's storage, or all but its beginning, and leave its sizes as they
-    // were.
-    void check_memory(const char* name) const {
-        const int64_t elements = extent(dim, sizes, strides);
-        if (elements == 0) return;
-        int64_t bytes, offset;
-        TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
-        TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.get(), &offset));
-        STD_TORCH_CHECK(bytes >= (offset + elements) * rmsnorm::size_of(dtype), name,
-                        " has no memory: its storage was freed");
-    }
     void read_metadata() {
         TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dim));
         TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
@@ -178,7 +185,7 @@ inline View empty_like(const View& x, Dtype dtype) {
     }
     Tensor made = empty(x.dim, x.sizes, strides, scalar_type(dtype));
     ask_for_huge_pages(made, x.numel() * rmsnorm::size_of(dtype));
-    return View(made, "result");
+    return View(made);
 }
 
 // x's shape with one column a group, as float32.

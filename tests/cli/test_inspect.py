@@ -183,6 +183,35 @@ def test_a_callable_that_fails_says_what_and_where(capsys, module, tmp_path, mon
     assert line.endswith("broken_for_inspect.py:2)")
 
 
+def test_a_callable_that_ends_the_process_or_prints(capsys, module):
+    def leaves():
+        raise SystemExit(0)
+
+    class Leaves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            raise SystemExit(0)
+
+    def prints():
+        print("{")
+        return nn.Sequential(trained(nn.RMSNorm(8), 1))
+
+    assert "SystemExit" in refused(capsys, f"{module(build=leaves)}:build")
+    assert "SystemExit" in refused(capsys, f"{module(build=Leaves)}:build")
+    assert found(capsys, f"{module(build=prints)}:build")[0] == 0
+
+
+@pytest.mark.parametrize("eps", [-1e-5, float("nan"), float("inf")])
+def test_an_impossible_eps_of_a_module_is_a_finding(capsys, module, eps):
+    norms = nn.Sequential(trained(nn.RMSNorm(8), 1), trained(nn.RMSNorm(8, eps=eps), 1))
+    code, listed = found(capsys, f"{module(build=lambda: norms)}:build")
+    assert code == 1
+    assert [listed[name]["warnings"] for name in "01"] == [[], [f"eps is {eps:g}: no norm can have that"]]
+
+
 def test_a_model_without_norms(capsys, module):
     code, out = inspect(capsys, f"{module(build=lambda: nn.Linear(2, 2))}:build")
     assert (code, out.splitlines()[-1]) == (0, "No RMSNorm found.")

@@ -87,3 +87,10 @@ def test_prose_is_wrapped(page):
     for number, line in enumerate(text.splitlines(), 1):
         long = len(line) > WRAP and not line.startswith(kept) and " " in line.strip().lstrip("-*> ").lstrip()
         assert not long, f"{name(page)}:{number} has {len(line)} characters"
+
+
+def test_the_files_of_the_design_exist():
+    text = (ROOT / "docs" / "design.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    paths = {p for p in re.findall(r"`([\w./]+)`", text) if p.startswith(("src/", "csrc/", "tests/", "benchmarks/"))}
+    assert len(paths) > 30
+    assert not [path for path in sorted(paths) if not (ROOT / path).exists()]

@@ -61,7 +61,7 @@ def gated_case(name, x, gate, weight, form, group_size, offset=0.0, rounding=0, 
 
 
 def residual_case(name, x, residual, weight, rounding=0, group_size=0, exact=False, alpha=1.0, offset=0.0, eps=1e-6):
-    """The steps of STAGES one by one, each in plain PyTorch or the reference."""
+    """The residual modes of docs/numerics.md step by step, in plain PyTorch and a float32 norm without weight."""
     branch = x if alpha == 1 else x * alpha
     total = branch.float() + residual.float()
     h = total.to(residual.dtype)

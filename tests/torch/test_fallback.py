@@ -29,7 +29,13 @@ importlib.util.find_spec = lambda name, *rest: None if name == "rmsnorm._C" else
 from rmsnorm.ops import library
 assert not library.status().compiled, library.status()
 assert "no C++ compiler" in library.status().reason
-import pytest
+import warnings, pytest, rmsnorm, torch
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        rmsnorm.rms_norm(torch.ones(2, 8))
+said = [w for w in said if issubclass(w.category, RuntimeWarning)]
+assert len(said) == 1 and "no C++ compiler" in str(said[0].message), said
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1:]]))
 """
 

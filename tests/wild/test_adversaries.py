@@ -238,7 +238,8 @@ def test_the_older_fully_sharded_modules_are_refused_inside_and_fine_around(one_
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Base())
     wrapped = FullyShardedDataParallel(copy.deepcopy(model), device_id=torch.device("cpu"))
     assert left(wrapped) == {
-        "_fsdp_wrapped_module.1": "its result depends on weight, which is neither a parameter nor a buffer"
+        "_fsdp_wrapped_module.1": "its tensors are part of a flat parameter (FullyShardedDataParallel): patch before"
+        " wrapping"
     }
     patch(model)
     own = model(rows())

@@ -30,6 +30,9 @@ class RowReductions:
         """The sum of each, all integers."""
         return tuple(piece.sum(-1, keepdim=True) for piece in pieces)
 
+    def inverse_rms(self, x: Tensor, eps: float) -> Tensor:
+        return inverse_rms(x, eps, self)
+
 
 WHOLE_ROWS = RowReductions()
 

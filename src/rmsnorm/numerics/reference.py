@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rmsnorm.numerics.fixed_sum import WHOLE_ROWS, RowReductions, compute_dtype, inverse_rms, row_dot, sum_rows
+from rmsnorm.numerics.fixed_sum import WHOLE_ROWS, RowReductions, compute_dtype, row_dot, sum_rows
 from rmsnorm.numerics.stages import activate, add_residual
 from rmsnorm.spec import ROUNDINGS, NormSpec
 
@@ -59,7 +59,7 @@ def _normalize(
     rounded: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The norm of u, which may be wider than x; `rounded`: to its result's dtype."""
-    rstd = inverse_rms(groups(u, spec), spec.eps, rows)
+    rstd = rows.inverse_rms(groups(u, spec), spec.eps)
     x_hat = ungrouped(groups(u, spec).to(rstd.dtype) * rstd, spec)
     y = round_x_hat(x_hat, x_dtype, weight, spec)
     if weight is not None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from rmsnorm import checks
-from rmsnorm.numerics import reference
+from rmsnorm.numerics import blocks, reference
 from rmsnorm.ops.layouts import laid_out_like
 from rmsnorm.spec import NormSpec, check_eps, check_group_size, check_number
 
@@ -39,6 +40,11 @@ def _or_on_the_cpu(function: _Function) -> _Function:
         return tuple(r if r is None else r.to(x.device) for r in results)
 
     return cast(_Function, call)
+
+
+def _rows_of(x: Tensor) -> ModuleType:
+    """What computes: on the CPU the reference in blocks of rows, which has its bits."""
+    return blocks if x.device.type == "cpu" and x.dtype != torch.float64 else reference
 
 
 def check(x: Tensor, weight: Tensor | None, spec: NormSpec, *, gate: Tensor | None = None) -> None:
@@ -91,7 +97,7 @@ def backward(
     given = x
     if rebuilt_dtype is not None:
         x = reference.rebuild(x, rstd, weight, weight_offset, rebuilt_dtype)
-    dx, _, dweight = reference.backward(dy, x, None, rstd, weight, dh, NormSpec(0.0, weight_offset))
+    dx, _, dweight = _rows_of(given).backward(dy, x, None, rstd, weight, dh, NormSpec(0.0, weight_offset))
     return laid_out_like(given, dx) if need_dx else None, dweight if need_dweight else None
 
 
@@ -133,7 +139,7 @@ def gated_backward(
 ) -> Gradients:
     weight_offset, group_size, activation, gate_first, *needed = options
     spec = NormSpec(0.0, weight_offset, 0, group_size, activation, gate_first)
-    dx, dgate, dweight = reference.backward(dy, x, gate, rstd, weight, dh, spec)
+    dx, dgate, dweight = _rows_of(x).backward(dy, x, gate, rstd, weight, dh, spec)
     need_dx, need_dgate, need_dweight = needed
     return (
         laid_out_like(x, dx) if need_dx else None,
@@ -144,7 +150,7 @@ def gated_backward(
 
 def _normalize(x: Tensor, gate: Tensor | None, weight: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor]:
     check(x, weight, spec, gate=gate)
-    y, rstd = reference.forward(x, gate, weight, spec)
+    y, rstd = _rows_of(x).forward(x, gate, weight, spec)
     return laid_out_like(x, y), rstd.contiguous()
 
 
@@ -153,7 +159,7 @@ def _add_and_normalize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     check(x, weight, spec)
     checks.check_residual(residual, x)
-    y, h, rstd = reference.add_forward(x, residual, weight, spec)
+    y, h, rstd = _rows_of(x).add_forward(x, residual, weight, spec)
     return laid_out_like(x, y), laid_out_like(x, h), rstd.contiguous()
 
 

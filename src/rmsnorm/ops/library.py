@@ -8,9 +8,13 @@ dispatcher picks the implementation by device; there is no other registry.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +75,25 @@ def status() -> Status:
     return _status
 
 
+_announcements: list[str] = []
+
+
+def _announced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function; the first call of any says that there are no kernels."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if not _announcements:
+            _announcements.append(
+                "rmsnorm has no compiled kernels here and computes in plain PyTorch: the same bits, several times "
+                f"slower where tensors fit a cache. Reason: {_status.reason}. See docs/install.md"
+            )
+            warnings.warn(_announcements[0], RuntimeWarning, stacklevel=2)
+        return function(*arguments, **options)
+
+    return call
+
+
 class Operators:
     """All operators by name, in the ways to call them.
 
@@ -97,6 +120,8 @@ class Operators:
             if not op._schema.is_mutable:
                 torch.library.register_vmap(f"rmsnorm::{name}", vmap.rule(op), lib=_library)
                 _library.impl(name, vmap.older_rule(op), "Batched")
+            if not _status.compiled:
+                _library.impl(name, _announced(getattr(fallback, name)), "CPU")
         if gpu.missing() is None:
             gpu.register(_library, "operators")
             gpu.register(_library, "gated_operators")

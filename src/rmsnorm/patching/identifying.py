@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import inspect
+import types
 
-import torch
 from torch import nn
 
 from rmsnorm.module import GatedRMSNorm, RMSNorm
+from rmsnorm.patching import layout
 from rmsnorm.patching.convention import Convention
+from rmsnorm.patching.dependencies import recording
+from rmsnorm.patching.patched import Proof
 from rmsnorm.patching.probes import LARGEST_MATRIX, find_form
 from rmsnorm.patching.proof import prove
-from rmsnorm.patching.specimen import NotRMSNorm, Specimen, require_module, undisturbed
+from rmsnorm.patching.specimen import NotRMSNorm, Specimen, require_module, unfit
+from rmsnorm.patching.surroundings import undisturbed
+from rmsnorm.patching.watching import Watch
+
+# Running a module takes about a hundred times the memory of a row; flat parameters and tables are no rows.
+LARGEST_ROW = 2**18
 
 
 def identify(module: nn.Module) -> Convention | None:
@@ -46,34 +54,45 @@ def examine(module: nn.Module) -> Convention:
         NotRMSNorm: it has none, and why.
     """
     require_module("module", module)
-    cls = type(module)
-    original = getattr(cls, "_rmsnorm_original", None)
-    specimen = Specimen(module, original or cls)
+    return _examined(module, set())[1]
+
+
+def prove_module(module: nn.Module, reads: set[str] | None = None) -> Proof:
+    """The convention of a module with all that a call has to look at: what it depends on, the layout of its results.
+
+    Args:
+        module: any module.
+        reads: receives the names that its forward reads of it.
+
+    Raises:
+        NotRMSNorm: it has none, or depends on something that cannot be watched, and why.
+    """
+    reads = set() if reads is None else reads
+    specimen, convention = _examined(module, reads)
+    with undisturbed(), specimen.observed():
+        laid_out = layout.observed(specimen, convention)
+    weight = None if convention.weight is None else specimen.tensors[convention.weight].shape
+    try:
+        watch = Watch(module, frozenset(reads), tuple(specimen.scalars))
+    except NotRMSNorm as reason:
+        raise NotRMSNorm(str(reason), True, convention) from None
+    return Proof(convention, watch, weight, laid_out, specimen.device.type)
+
+
+def _examined(module: nn.Module, reads: set[str]) -> tuple[Specimen, Convention]:
+    cls = getattr(type(module), "_rmsnorm_original", type(module))
+    if reason := unfit(module):
+        raise reason
+    if type(inspect.getattr_static(cls, "forward", None)) is not types.FunctionType:
+        raise NotRMSNorm("its forward is no method written in Python")
+    specimen = Specimen(module, cls, recording(cls, reads))
     for name, t in specimen.tensors.items():
         if t.numel() > LARGEST_MATRIX and sum(size > 1 for size in t.shape) > 1:
             raise NotRMSNorm(f"its {name} is a matrix")
+        if t.numel() > LARGEST_ROW:
+            raise NotRMSNorm(f"its {name} has {t.numel():,} elements; rows of up to {LARGEST_ROW:,} are examined")
     with undisturbed(), specimen.observed():
-        return prove(specimen, find_form(specimen))
-
-
-def signature(module: nn.Module) -> Hashable:
-    """What decides a module's convention, its tensors' values aside: modules of one signature are examined once."""
-    own = {**module._parameters, **module._buffers}
-    shapes = tuple((name, None if t is None else (tuple(t.shape), t.dtype, t.device.type)) for name, t in own.items())
-    children = tuple((name, signature(child)) for name, child in module._modules.items() if child is not None)
-    return type(module), shapes, children, tuple((k, _plain(v)) for k, v in vars(module).items() if k[0] != "_")
-
-
-def _plain(value: object) -> Hashable:
-    if isinstance(value, torch.Tensor):
-        return id(value)
-    if isinstance(value, float):
-        return value.hex()
-    try:
-        hash(value)
-    except TypeError:
-        return repr(value)
-    return type(value), value
+        return specimen, prove(specimen, find_form(specimen))
 
 
 def is_ours(module: nn.Module) -> bool:

@@ -28,6 +28,7 @@ def check_constants(specimen: Specimen, form: Convention, x: Tensor, tensors: di
             raise unexpected(specimen, name)
         if name in specimen.learned:
             raise NotRMSNorm(f"its eps is learned: the parameter {name}", True)
+        specimen.scalars.append(name)
     for name in tensors.keys() - specimen.constants.keys() - {form.weight}:
         if any(depends(specimen, name, (x * scale, *gates), tensors) for scale in (LARGE, 1.0, TINY)):
             raise unexpected(specimen, name)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextvars
 import inspect
-import random
-import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from rmsnorm.patching.outward import no_outward_calls
 from rmsnorm.patching.reason import NotRMSNorm as NotRMSNorm
 from rmsnorm.patching.state import Snapshot
+from rmsnorm.patching.surroundings import random_state
 
 COMPUTED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -39,6 +38,13 @@ def unfit(module: nn.Module) -> NotRMSNorm | None:
         return NotRMSNorm("its forward was replaced on the instance, as accelerate's hooks do: patch before")
     if isinstance(parametrized, nn.ModuleDict):
         return NotRMSNorm(f"its {', '.join(parametrized)} is parametrized: patch before, or remove that")
+    for inside in module.modules():
+        for name, t in {**inside._parameters, **inside._buffers, **vars(inside)}.items():
+            if isinstance(t, Tensor) and type(t).__name__ == "FakeTensor":
+                return NotRMSNorm(f"its {name} is a fake tensor: patch a model with values, or on the meta device")
+            if type(t) in (Tensor, nn.Parameter) and is_freed(t):
+                reason = f"its {name} has no memory, its storage was freed: patch before the model is sharded"
+                return NotRMSNorm(reason, inside is module)
     if any(t is not None and is_lazy(t) for t in own.values()):
         return NotRMSNorm("its tensors have no shape yet: run the model once before")
     for name, t in own.items():
@@ -53,13 +59,20 @@ def unfit(module: nn.Module) -> NotRMSNorm | None:
     return None
 
 
+def is_freed(t: Tensor) -> bool:
+    """Whether its storage was given back, as sharding and offloading do between calls."""
+    return t.numel() > 0 and not t.is_meta and t.layout == torch.strided and t.untyped_storage().nbytes() == 0
+
+
 class Specimen:
     """A stand-in for a module: its class and attributes, with other tensors, without its hooks.
 
     The class's own `forward` is called, on a copy: no hook fires, no counter counts, no parameter changes.
     """
 
-    def __init__(self, module: nn.Module, cls: type[nn.Module] | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, cls: type[nn.Module] | None = None, running: type[nn.Module] | None = None
+    ) -> None:
         if reason := unfit(module):
             raise reason
         cls = cls or type(module)
@@ -70,13 +83,14 @@ class Specimen:
         self.constants = {name: t for name, t in own.items() if not t.is_floating_point() or t.numel() == 1}
         self.constants |= self.attributes
         self.learned = [name for name in self.constants if name in module._parameters]
+        self.scalars: list[str] = []  # constants that take part in the result, once that is known
         self.unknown = [name for name, t in self.constants.items() if t.is_meta]
         for name in self.unknown:
             self.constants[name] = torch.ones_like(self.constants[name], device="cpu")
             if name in self.tensors:
                 self.tensors[name] = self.constants[name] * 1e-3
         self._instead: dict[str, Any] = {}
-        self._module, self._class = module, cls
+        self._module, self._class, self._running = module, cls, running or cls
         on = next((t.device for t in own.values()), torch.device("cpu"))
         self.device = torch.device("cpu") if on.type == "meta" else on
         self.inputs = self.input_names(cls)
@@ -136,11 +150,11 @@ class Specimen:
             NotRMSNorm: something was written, or drawn at random.
         """
         snapshot = Snapshot(self._module, self._class)
-        state = _random_state()
+        state = random_state()
         changed: str | None = None
         try:
             yield
-            if _random_state() != state:
+            if random_state() != state:
                 raise NotRMSNorm("it draws random numbers", True)
         finally:
             changed = snapshot.restore()
@@ -155,7 +169,7 @@ class Specimen:
         values = {name: t.detach().to(inputs[0].dtype, copy=True) for name, t in self.tensors.items()}
         values |= {name: t.detach().clone() for name, t in self.constants.items() if name not in values}
         values |= tensors or {}
-        clone = _clone(self._module, self._class, {**values, **self._instead}, training)
+        clone = _clone(self._module, self._running, {**values, **self._instead}, training)
         before, written = _variables(clone), _versions(clone)
         given = [*inputs, *values.values()]
         pristine = [t.detach().clone() for t in given]
@@ -165,7 +179,7 @@ class Specimen:
             warnings.simplefilter("ignore")
             try:
                 with no_outward_calls():
-                    y = context.run(self._class.forward, clone, *inputs)
+                    y = context.run(self._running.forward, clone, *inputs)
             except NotRMSNorm:
                 raise
             except Exception as error:  # a stranger's code may raise anything
@@ -225,45 +239,6 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 _HOOKS_OF_CALLS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def _random_state() -> tuple[Any, ...]:
-    """Of torch's, Python's and numpy's generators: what draws from them moves what the next one draws."""
-    of_numpy = repr(numpy.random.get_state()) if (numpy := sys.modules.get("numpy")) is not None else None
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    of_torch = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
-    return tuple(bytes(t.tolist()) for t in of_torch), random.getstate(), of_numpy
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Inside, new tensors are what a probe expects them to be, whatever the caller has set; nothing random moves."""
-    dtype, python, numpy = torch.get_default_dtype(), random.getstate(), sys.modules.get("numpy")
-    of_numpy = None if numpy is None else numpy.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    torch.set_default_dtype(torch.float32)
-    try:
-        # Every call of torch pays for a device that is set, so it is only where it must be.
-        cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-        with torch.inference_mode(False), cpu, torch.random.fork_rng(devices), _without_autocast():
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(of_numpy)
-
-
-@contextmanager
-def _without_autocast() -> Iterator[None]:
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    for kind in kinds:
-        torch.set_autocast_enabled(kind, False)
-    try:
-        yield
-    finally:
-        for kind in kinds:
-            torch.set_autocast_enabled(kind, True)
 
 
 def _clone(module: nn.Module, cls: type[nn.Module], instead: Mapping[str, Any], training: bool) -> nn.Module:

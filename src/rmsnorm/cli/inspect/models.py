@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from rmsnorm.cli.inspect.findings import Norm, eps_problem
 from rmsnorm.cli.inspect.tensors import Stored, of_module
 from rmsnorm.patching.convention import Convention
-from rmsnorm.patching.replacing import survey
 from rmsnorm.patching.report import Entry
+from rmsnorm.patching.survey import survey
 
 # What modules call their eps.
 _EPS_ATTRIBUTES = ("eps", "variance_epsilon", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
@@ -50,7 +50,8 @@ def survey_norms(model: nn.Module) -> Surveyed:
     norms: list[ModelNorm] = []
     aside: dict[str, str] = {}
     eps: set[float] = set()
-    for entry, module in survey(model):
+    for finding in survey(model):
+        entry, module = finding.entry, finding.module
         held = list(_eps_of(module))
         eps.update(held)
         problems = [text for value in held if not 0 <= value < math.inf and (text := eps_problem(value))]

@@ -191,7 +191,7 @@ def _aside(classes: Mapping[str, str]) -> list[str]:
 def _surveyed(model: nn.Module, source: str) -> models.Surveyed:
     try:
         return models.survey_norms(model)
-    except Exception as error:  # modules may raise anything
+    except (Exception, SystemExit) as error:  # modules may raise anything
         raise CannotRun(f"{source}: its norms cannot be run: {_said(error)}") from None
 
 

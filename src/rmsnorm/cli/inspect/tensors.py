@@ -132,7 +132,7 @@ def of_module(name: str, t: Tensor) -> Stored:
     """A weight that a module holds."""
 
     def read() -> Tensor:
-        if t.layout is torch.strided and not t.is_quantized and t.untyped_storage().nbytes() < t.element_size():
+        if t.layout is torch.strided and t.numel() and not t.untyped_storage().nbytes():
             raise ValueError("its storage was freed")
         return t.detach()
 
