@@ -21,8 +21,9 @@ CSRC := $(wildcard csrc/*/*)
 demo: $(VENV)/.demo
 	$(BIN)/rmsnorm demo
 
+# What is skipped is listed with its reason; .ci/run installs what is needed for none.
 test: $(VENV)/.package $(VENV)/.triton
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -rs
 
 check: $(VENV)/.package
 	$(BIN)/ruff format --check .

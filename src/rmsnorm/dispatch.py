@@ -84,7 +84,9 @@ def _on_kernels(
         y, *h, _ = autograd.FunctorchNorm.apply(x, residual, gate, weight, spec)
         return y, h[0] if h else None
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual, gate, weight)):
-        if torch.compiler.is_compiling():  # the compiler takes no tensor twice
+        if not torch.compiler.is_compiling():  # autograd saves no inference tensor outside inference mode
+            x, gate, weight = savable(x, gate, weight)
+        else:  # the compiler takes no tensor twice
             residual = x.view_as(x) if residual is x else residual
             gate = x.view_as(x) if gate is x else gate
         results = autograd.Norm.apply(x, residual, gate, weight, spec, memory_efficient)
@@ -92,6 +94,11 @@ def _on_kernels(
     if residual is not None:
         return doors.add_forward(x, residual, weight, spec)[:2]
     return doors.forward(x, gate, weight, spec), None
+
+
+def savable(*tensors: Any) -> list[Any]:
+    """The tensors, and copies of those that autograd refuses to save: inference tensors outside inference mode."""
+    return [t.clone() if t is not None and t.is_inference() else t for t in tensors]
 
 
 def _normalize_jagged(x: Any, residual: Any, gate: Any, weight: Tensor | None, spec: NormSpec) -> Result:

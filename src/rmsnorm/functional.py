@@ -1,8 +1,7 @@
 """The public functions.
 
-Fast path: what is common goes directly to an operator, or to the `autograd.Function` around it, whose own checks guard
-memory. Where an operator refuses its arguments, the checks of the public face say why. Every other call is checked
-first (checked.py), and takes the way that dispatch.py finds for it.
+Fast path: common calls go directly to an operator, or to the `autograd.Function` around it, whose own checks guard
+memory; of what it refuses, checked.py says why. Every other call is checked first, and dispatch.py chooses its way.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
-from rmsnorm import checked, checks
+from rmsnorm import checked, checks, dispatch
 from rmsnorm.ops import autograd, doors
 from rmsnorm.ops.library import operators
 from rmsnorm.spec import ACTIVATIONS, ROUNDINGS, NormSpec
 
 _ROUNDINGS = {name: index for index, name in enumerate(ROUNDINGS)}
 _ACTIVATIONS = {name: index for index, name in enumerate(ACTIVATIONS)}
-_FLOAT64, _Parameter = torch.float64, nn.Parameter
+_ONCE = ROUNDINGS[0]  # interned, as the default and every literal is
+_FLOAT64, _TENSORS = torch.float64, (nn.Parameter, Tensor)
 _direct, _on_gpu = operators.direct, operators.gpu
 _has_gpu = _on_gpu is not _direct
 _forward = _direct.forward
-# Function.apply, less what it does for functorch, which does not come this way.
-_train = super(torch.autograd.Function, autograd.Norm).apply
+_train = super(torch.autograd.Function, autograd.Norm).apply  # less what Function.apply does for functorch
 _functorch_active = torch._C._are_functorch_transforms_active
 _forward_mode = torch.autograd.forward_ad
 _compiling = torch.compiler.is_compiling
@@ -69,8 +68,7 @@ def rms_norm(
         out: receives the result; may be x itself. For inference: not together with a gradient.
 
     Returns:
-        y of x's shape, in the dtype that `rounding` says. One row has one answer, whatever computes it
-        (docs/numerics.md).
+        y of x's shape, in the dtype that `rounding` says. One row has one answer (docs/numerics.md).
 
     Raises:
         ValueError: shapes, devices or options that do not fit together.
@@ -81,19 +79,11 @@ def rms_norm(
     if (  # as _is_common, spelled out: at small sizes these tests are a quarter of the call
         type(x) is Tensor
         and type(eps) is float
-        and (
-            weight is None
-            or (
-                (type(weight) is _Parameter or type(weight) is Tensor)
-                and weight.dim() == 1
-                and weight.dtype is not _FLOAT64
-            )
-        )
+        and (weight is None or (type(weight) in _TENSORS and weight.dim() == 1 and weight.dtype is not _FLOAT64))
         and x.dtype is not _FLOAT64
         and normalized_shape is None
         and type(weight_offset) is float
-        and type(rounding) is str
-        and rounding in _ROUNDINGS
+        and (rounding is _ONCE or (type(rounding) is str and rounding in _ROUNDINGS))
         and (group_size is None or (type(group_size) is int and group_size > 0))
         and not _functorch_active()
         and _forward_mode._current_level < 0
@@ -102,11 +92,13 @@ def rms_norm(
     ):
         try:
             if out is None and _grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
+                if x.is_inference() or (weight is not None and weight.is_inference()):
+                    x, weight = dispatch.savable(x, weight)
                 fields = eps, weight_offset, _ROUNDINGS[rounding], group_size or 0, 0, False, False, 1.0
-                return _train(x, None, None, weight, _new(NormSpec, fields), False)  # type: ignore[no-any-return]
+                return _train(x, None, None, weight, _new(NormSpec, fields))  # type: ignore[no-any-return]
             if group_size is None and out is None:
                 forward = _on_gpu.forward if _has_gpu and x.is_cuda else _forward
-                if weight_offset == 0.0 and rounding == "once":
+                if rounding is _ONCE and weight_offset == 0.0:
                     return forward(x, weight, eps)  # type: ignore[no-any-return]
                 return forward(x, weight, eps, weight_offset, _ROUNDINGS[rounding])  # type: ignore[no-any-return]
             spec = NormSpec(eps, weight_offset, _ROUNDINGS[rounding], group_size or 0)
@@ -160,8 +152,7 @@ def add_rms_norm(
         alpha: x * alpha, rounded to x's dtype, is added in x's place (Granite, MiniCPM).
 
     Returns:
-        y in the dtype that x and `rounding` say, and h in the residual's, the next residual; both of x's shape. The
-        bits are those of the separate steps (docs/numerics.md).
+        y in the dtype that x and `rounding` say, and h in the residual's, the next residual (docs/numerics.md).
 
     Raises:
         ValueError, TypeError: as `rms_norm`; and for a residual that does not match x.
@@ -180,8 +171,10 @@ def add_rms_norm(
             if _grad_enabled() and (
                 x.requires_grad or residual.requires_grad or (weight is not None and weight.requires_grad)
             ):
+                if weight is not None and weight.is_inference():
+                    (weight,) = dispatch.savable(weight)
                 spec = _new(NormSpec, (eps, weight_offset, _ROUNDINGS[rounding], 0, 0, False, False, 1.0))
-                return _train(x, residual, None, weight, spec, False)  # type: ignore[no-any-return]
+                return _train(x, residual, None, weight, spec)  # type: ignore[no-any-return]
             add_forward = (_on_gpu if _has_gpu and x.is_cuda else _direct).add_forward
             if weight_offset == 0.0 and rounding == "once":
                 y, h, _ = add_forward(x, residual, weight, eps)
@@ -236,8 +229,7 @@ def gated_rms_norm(
             result before the gate, and y has x's dtype.
 
     Raises:
-        ValueError: shapes, devices or options that do not fit together.
-        TypeError: arguments that are no dense floating-point tensors.
+        ValueError, TypeError: as `rms_norm`; and for a gate that does not match x.
 
     Source: Dao and Gu, "Transformers are SSMs", 2024, and its `RMSNormGated`.
     """
@@ -258,8 +250,9 @@ def gated_rms_norm(
                 or (gate is not None and gate.requires_grad)
                 or (weight is not None and weight.requires_grad)
             ):
+                x, gate, weight = dispatch.savable(x, gate, weight)
                 spec = _new(NormSpec, (*fields, not norm_before_gate, False, 1.0))
-                return _train(x, None, gate, weight, spec, False)  # type: ignore[no-any-return]
+                return _train(x, None, gate, weight, spec)  # type: ignore[no-any-return]
             gated_forward = (_on_gpu if _has_gpu and x.is_cuda else _direct).gated_forward
             return gated_forward(x, gate, weight, *fields, not norm_before_gate)  # type: ignore[no-any-return]
         except RuntimeError as error:
@@ -286,14 +279,7 @@ def _is_common(x: Any, weight: Any, eps: Any, weight_offset: Any, rounding: Any)
         and type(rounding) is str
         and rounding in _ROUNDINGS
         and x.dtype is not _FLOAT64
-        and (
-            weight is None
-            or (
-                (type(weight) is _Parameter or type(weight) is Tensor)
-                and weight.dim() == 1
-                and weight.dtype is not _FLOAT64
-            )
-        )
+        and (weight is None or (type(weight) in _TENSORS and weight.dim() == 1 and weight.dtype is not _FLOAT64))
         and not _functorch_active()
         and _forward_mode._current_level < 0
         and not _compiling()

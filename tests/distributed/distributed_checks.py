@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from rmsnorm import RMSNorm, add_rms_norm, rms_norm
@@ -20,6 +21,7 @@ from rmsnorm.distributed import weight_gradient
 from rmsnorm.numerics import decomposition, fixed_sum
 from rmsnorm.spec import ROUNDINGS, NormSpec
 from tests.support.bits import bits_equal
+from tests.support.forms import FORMS, incoming_gradient
 
 RANKS = 8
 # Of input and weight.
@@ -419,6 +421,85 @@ def fsdp2_mixed_precision_stays_on_the_kernels_without_a_warning():
     assert model.norm.weight.grad.dtype == torch.float32
 
 
+# ---------------------------------------------------------------- every form
+
+
+def placed(tensors, mesh, placements):
+    """DTensors: what has rows as given, the weight cut where its columns are."""
+    last = tensors[0].dim() - 1
+    columns = [Shard(0) if p.is_shard(last) else Replicate() for p in placements]
+    return [None if t is None else distribute_tensor(t, mesh, columns if t.dim() == 1 else placements) for t in tensors]
+
+
+def distributed_gradients(form, tensors):
+    """As `Form.gradients`, of DTensors."""
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
+    results = form(*leaves)
+    incoming = [
+        distribute_tensor(incoming_gradient(r.full_tensor().detach()), r.device_mesh, r.placements) for r in results
+    ]
+    found = torch.autograd.grad(results, [t for t in leaves if t is not None], incoming)
+    return [*(r.detach() for r in results), *found]
+
+
+def every_form_has_the_bits_of_one_process():
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for form, dtype in itertools.product(FORMS, (torch.float32, torch.bfloat16)):
+        given = form.tensors((8, 16, 96), dtype)
+        given[0][0] *= 1e30
+        expected = form.gradients(given)
+        # Groups of 6, 8, 12 and of 4: on 8 ranks 12 columns each, of which some are whole groups and some are not.
+        for placement in (Replicate(), Shard(0), Shard(1), Shard(2)):
+            same(distributed_gradients(form, placed(given, mesh, [placement])), expected)
+
+
+def every_form_on_a_mesh_of_two_dimensions():
+    mesh = init_device_mesh("cpu", (2, RANKS // 2))
+    for form in FORMS[::3]:
+        given = form.tensors((4, 8, 96), torch.bfloat16)
+        expected = form.gradients(given)
+        for placements in ([Shard(0), Shard(2)], [Shard(2), Shard(1)], [Shard(2), Shard(2)]):
+            same(distributed_gradients(form, placed(given, mesh, placements)), expected)
+
+
+def second_derivatives_of_trained_weights():
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for form in FORMS[::3]:
+        given = form.tensors((8, 4, 24))
+
+        def second(tensors, form=form):
+            leaves = [t.detach().clone().requires_grad_() for t in tensors if t is not None]
+            x, *beside, weight = leaves
+            y = form(x, beside[0] if beside else None, weight)[0]
+            first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+            return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+        expected = second(given)
+        for placement in (Replicate(), Shard(0), Shard(1)):
+            for a, b in zip(second(placed(given, mesh, [placement])), expected, strict=True):
+                # Both are float32 sums of at most 800 terms (rows, columns), each of some 30 roundings; the largest
+                # term is below the largest result of its tensor times 24, for a row's columns.
+                bound = 24 * (800 + 30) * 2.0**-24 * b.abs().amax()
+                assert (a.full_tensor() - b).abs().amax() <= bound, (str(form), placement)
+
+
+def plain_weights_under_implicit_replication():
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for form in FORMS[::3]:
+        given = form.tensors((8, 4, 24))
+        *rows, weight = given
+        weight = weight.clone().requires_grad_()
+        with implicit_replication():
+            *cut, _ = placed(given, mesh, [Shard(0)])
+            results = form(*cut, weight)
+            results[0].backward(distribute_tensor(incoming_gradient(rows[0]).to(results[0].dtype), mesh, [Shard(0)]))
+        leaf = given[2].clone().requires_grad_()
+        expected = form(*rows, leaf)
+        expected[0].backward(incoming_gradient(rows[0]).to(expected[0].dtype))
+        same(list(results), list(expected))
+        same([weight.grad], [leaf.grad])
+
+
 # ---------------------------------------------------------------- running them
 
 CHECKS = {
@@ -427,7 +508,7 @@ CHECKS = {
     if callable(function)
     and getattr(function, "__module__", None) == __name__
     and not isinstance(function, type)
-    and name not in ("same", "tensors", "run", "one_process", "on_mesh", "seeded")
+    and name not in ("same", "tensors", "run", "one_process", "on_mesh", "seeded", "placed", "distributed_gradients")
 }
 
 

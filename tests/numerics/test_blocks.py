@@ -30,6 +30,19 @@ def test_an_interval_never_settles_on_another_rstd(dtype, eps):
             same(blocks.EstimatedRows().inverse_rms(x, eps), inverse_rms(x, eps))
 
 
+def test_an_interval_holds_what_the_floors_take():
+    """Rows of which the floors take nearly all but the outlier: ordinary sums give other float32 (docs/numerics.md)."""
+    width = 16385
+    outlier = 1000.0 + torch.arange(64).unsqueeze(-1)
+    quantum = 2.0 ** (2 * 10 + (width - 1).bit_length() - 51)
+    x = torch.full((64, width), 0.99 * quantum**0.5)
+    x[:, :1] = outlier
+    exact = inverse_rms(x, 1e-6)
+    ordinary = (x.double().square().sum(-1, keepdim=True) / width + 1e-6).rsqrt().float()
+    assert (ordinary != exact).sum() > 16
+    same(blocks.EstimatedRows().inverse_rms(x, 1e-6), exact)
+
+
 def test_rows_that_no_interval_settles_are_summed_in_fixed_point(monkeypatch):
     """A row whose outlier makes the quantum large has a wide interval; of ordinary rows few are left."""
     summed = []

@@ -1,15 +1,26 @@
 """What an exception of an implementation is: a refusal, which is fair, or an accident, which is a fault.
 
-A refusal is a clear error about the argument: of a type that is raised for that, with a message that names what is not
-taken. An IndexError, an assertion without a word, or what PyTorch says of an operation somewhere inside (a view that
-does not fit) tells a user nothing about the call.
+A refusal is a clear error about the argument: with a message that names what is not taken, and of no type that stands
+for an accident. An IndexError, an assertion without a word, or what PyTorch says of an operation somewhere inside (a
+view that does not fit) tells a user nothing about the call.
 """
 
 from __future__ import annotations
 
 import re
 
-_TYPES = (TypeError, ValueError, RuntimeError, AssertionError)
+_ACCIDENTAL = (
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    NameError,
+    MemoryError,
+    RecursionError,
+    OSError,
+    ImportError,
+    StopIteration,
+    SystemExit,
+)
 # What an argument has: its dtype, its shape, its layout, its device, its gradient.
 _NAMED = re.compile(
     r"(?<![a-z])("
@@ -35,8 +46,5 @@ def is_refusal(error: BaseException) -> bool:
     """Whether the exception says which argument is not taken."""
     message = str(error)
     return (
-        isinstance(error, _TYPES)
-        and not isinstance(error, RecursionError)
-        and _NAMED.search(message) is not None
-        and _ACCIDENTS.search(message) is None
+        not isinstance(error, _ACCIDENTAL) and _NAMED.search(message) is not None and _ACCIDENTS.search(message) is None
     )

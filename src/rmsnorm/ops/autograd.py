@@ -5,7 +5,6 @@ What is saved is x (or h, or y), the gate and one number per group of a row, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -44,14 +43,14 @@ class Norm(torch.autograd.Function):
         ctx.spec, ctx.rebuilt_dtype = spec, None
         if residual is not None:
             y, h, rstd = doors.add_forward(x, residual, weight, spec)
-            ctx.save_for_backward(h, None, *_savable(weight), rstd)
+            ctx.save_for_backward(h, None, weight, rstd)
             ctx.branch_dtype = x.dtype
             ctx.set_materialize_grads(False)
             return y, h
         y, rstd = doors.forward_train(x, gate, weight, spec)
         if memory_efficient and can_rebuild(weight, spec):
             ctx.rebuilt_dtype, x = x.dtype, y
-        ctx.save_for_backward(*_savable(x, gate, weight), rstd)
+        ctx.save_for_backward(x, gate, weight, rstd)
         return y
 
     @staticmethod
@@ -74,13 +73,6 @@ def _of_branch(dh: Tensor | None, ctx: Any) -> Tensor | None:
     if dh is None or dtype is None or not ctx.needs_input_grad[0]:
         return dh
     return scale_branch(dh if dh.dtype == dtype else dh.to(dtype), ctx.spec)
-
-
-def _savable(*tensors: Tensor | None) -> Sequence[Tensor | None]:
-    """The tensors, and copies of those that autograd refuses to save: inference tensors outside inference mode."""
-    if torch.compiler.is_compiling() or not any(t is not None and t.is_inference() for t in tensors):
-        return tensors
-    return [t.clone() if t is not None and t.is_inference() else t for t in tensors]
 
 
 def can_rebuild(weight: Tensor | None, spec: NormSpec) -> bool:

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from rmsnorm.module import GatedRMSNorm, RMSNorm
+from rmsnorm.module import GatedRMSNorm, Norm, RMSNorm
 from rmsnorm.patching.convention import short
 from rmsnorm.patching.identifying import examine
 from rmsnorm.patching.specimen import NotRMSNorm
@@ -111,6 +111,8 @@ def _wide(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight must be a torch.Tensor, got {type(weight).__name__}")
     for name, given in (("weight", weight.dtype), ("dtype", dtype or torch.float32)):
+        if not isinstance(given, torch.dtype):
+            raise TypeError(f"{name} must be a torch.dtype, got {given!r}")
         if not given.is_floating_point:
             raise TypeError(f"{name} must be floating-point, got {short(given)}")
     return weight.detach().to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
@@ -121,3 +123,6 @@ def _converted(weight: Tensor, gain: Tensor, weight_offset: float) -> Conversion
     different = now != gain
     relative = ((now - gain).double().abs() / gain.double().abs().clamp_min(torch.finfo(gain.dtype).tiny))[different]
     return Conversion(weight, int(different.sum()), float(relative.max()) if relative.numel() else 0.0)
+
+
+Norm.converter = staticmethod(from_module)

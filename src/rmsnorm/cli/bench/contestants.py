@@ -72,11 +72,12 @@ def layer_norm(case: Case, inputs: Inputs) -> Norm:
 
 
 def naive(case: Case, inputs: Inputs) -> Norm:
-    """As models write it out, LlamaRMSNorm for one."""
+    """The formula in plain operations, rounded before the weight as in most models."""
 
     def forward(x: Tensor, weight: Tensor) -> Tensor:
-        wide = x.float() if x.dtype.itemsize < 4 else x
-        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+        u = x.float() if x.dtype.itemsize < 4 else x
+        rstd = torch.rsqrt((u * u).mean(-1, keepdim=True) + EPS)
+        return (u * rstd).to(x.dtype) * weight
 
     return Norm(forward)
 
