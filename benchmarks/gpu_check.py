@@ -31,7 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src"), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 
-from rmsnorm import gpu  # noqa: E402
+from rmsnorm.gpu import availability, registration  # noqa: E402
 from rmsnorm.ops import library  # noqa: E402
 from tests.support.bits import difference  # noqa: E402
 from tests.support.rows import DTYPES, all_rows, finite_rows, random_rows  # noqa: E402
@@ -100,24 +100,29 @@ def calls(width: int, dtype: torch.dtype, dry: bool) -> Iterator[tuple[str, tupl
         yield "gated_forward_train", (x, gate, weight, 1e-6, 1.0, width % 3, *options)
         rstd = torch.ops.rmsnorm.gated_forward_train(x, gate, weight, 1e-6, 1.0, 0, *options)[1]
         yield "gated_backward", (dy, x, gate, rstd, weight, None, 1.0, *options, True, True, True)
+        # Groups alone with a residual: another dtype, a scaled branch, and the gradient of the sum.
+        size, exact_sum = options[0], number % 2 == 0
+        stream = gate.to(other)
+        yield "residual_forward", (x, stream, weight, 1e-6, 1.0, width % 3, size, exact_sum, (1.0, 0.22)[number % 2])
+        rstd = torch.ops.rmsnorm.gated_forward_train(x, None, weight, 1e-6, 1.0, 0, size, 0, False)[1]
+        yield "gated_backward", (dy, x, None, rstd, weight, gate, 1.0, size, 0, False, True, False, True)
 
 
 def unequal(device: torch.device, op: str, arguments: tuple[Any, ...], expected: Any = None) -> list[str]:
     """What differs between the GPU and the CPU."""
     if expected is None:
         expected = getattr(torch.ops.rmsnorm, op)(*arguments)
-    found = gpu.implementation(op)(*to(device, arguments))
+    found = registration.implementation(op)(*to(device, arguments))
     wrong = (difference(f.cpu(), e) for f, e in zip(found, expected, strict=True))
     return [text for text in wrong if text is not None]
 
 
 def forget() -> None:
     """So that what is changed on purpose is compiled."""
-    from rmsnorm.gpu import call_cache, gated_forward, launching
+    from rmsnorm.gpu import call_cache, launching
 
     launching._compiled.clear()
     call_cache.clear()
-    gated_forward.plan.cache_clear()
 
 
 def take(form: int) -> None:
@@ -146,16 +151,17 @@ def compile_case(case: tuple[Any, int, int]) -> int:
     torch.set_num_threads(1)
     compiled = {}
 
-    def prepare(kernel: Any, device: Any, grid: Any, arguments: Any, key: Any, aligned: bool, warps: int) -> Any:
-        if (kernel, key, aligned) not in compiled:
-            compiled[kernel, key, aligned] = launching.compile_for(target, kernel, arguments, aligned, warps)
+    def prepare(kernel: Any, device: Any, grid: Any, arguments: Any, aligned: bool, warps: int) -> Any:
+        key = kernel, aligned, warps, *kernel.key(arguments)
+        if key not in compiled:
+            compiled[key] = launching.compile_for(target, kernel, arguments, aligned, warps)
         return lambda *tensors: None
 
     launching._targets[None], launching.prepare = target, prepare
     take(form)
     for dtype in DTYPES:
         for op, arguments in calls(width, dtype, False):
-            gpu.implementation(op)(*to(torch.device("cpu"), arguments))
+            registration.implementation(op)(*to(torch.device("cpu"), arguments))
     return len(compiled)
 
 
@@ -224,10 +230,10 @@ def check_wrong(report: Report, device: torch.device, dry: bool) -> None:
         expected = torch.ops.rmsnorm.forward_train(*near_eps)
         variants = {"eps as float32": unequal(device, "forward_train", (x, None, rounded, 0.0, 0), expected)}
     else:
-        forward._FORWARD.scalars["eps"] = "fp32"
+        forward.FORWARD.scalars["eps"] = "fp32"
         forget()
         variants = {"eps as float32": unequal(device, "forward_train", near_eps)}
-        forward._FORWARD.scalars["eps"] = "fp64"
+        forward.FORWARD.scalars["eps"] = "fp64"
 
         def fused(target: Any, kernel: Any, arguments: Any, aligned: bool, warps: int) -> Any:
             return launching.triton.compile(
@@ -312,7 +318,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("gpu_check.jsonl"))
     parser.add_argument("--dry", action="store_true", help="tiny sizes under Triton's interpreter, on the CPU")
     arguments = parser.parse_args()
-    if not arguments.dry and (reason := gpu.missing() or (None if torch.cuda.is_available() else "no GPU is visible")):
+    if not arguments.dry and (
+        reason := availability.missing() or (None if torch.cuda.is_available() else "no GPU is visible")
+    ):
         print(f"gpu_check: {reason}. --dry runs the same steps under Triton's interpreter.", file=sys.stderr)
         return 2
     try:

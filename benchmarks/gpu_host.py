@@ -25,9 +25,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.driver import CudaLauncher  # noqa: E402
 
 import rmsnorm  # noqa: E402
-from rmsnorm import functional, gpu  # noqa: E402
+from rmsnorm import functional  # noqa: E402
 from rmsnorm.benchmarking.timing import Timing, race  # noqa: E402
-from rmsnorm.gpu import call_cache, launching  # noqa: E402
+from rmsnorm.gpu import call_cache, launching, registration  # noqa: E402
 from rmsnorm.ops import library  # noqa: E402
 
 COLS, DTYPE, EPS = 4096, torch.bfloat16, 1e-6
@@ -74,12 +74,12 @@ def pretend() -> None:
     launching._current_device = lambda: None  # the index of the CPU
     launching._current_stream = lambda index: 0
     launching._targets[None] = HOPPER
-    global library  # which keeps the registrations
-    library = torch.library.Library("rmsnorm", "IMPL")
+    global registrations  # which keeps them
+    registrations = torch.library.Library("rmsnorm", "IMPL")
     with warnings.catch_warnings(action="ignore"):  # that there are operators for the CPU
-        for name in gpu.OPERATORS["operators"]:
-            library.impl(name, gpu._imported_when_called(name), "CPU", allow_override=True)
-    library.operators.direct = functional._direct = call_cache.replaying(library.operators.direct)
+        registration.register(registrations, "CPU", allow_override=True)
+    library.operators.direct = functional._direct = call_cache.fast(library.operators.direct)
+    functional._forward = functional._direct.forward
 
 
 Calls = dict[str, Callable[[], Any]]
@@ -95,6 +95,14 @@ def inference() -> Calls:
         "`RMSNorm`": lambda: norm(x),
         "`RMSNorm` with a residual": lambda: norm(x, residual),
         "the operator `forward`, by PyTorch's dispatcher": lambda: dispatched.forward.default(x, weight, EPS),
+    }
+    options = EPS, 0.0, 0, COLS // 2, 0, False
+    found |= {
+        "the operator `forward`": lambda: library.operators.direct.forward(x, weight, EPS),
+        "the operator `gated_forward`": lambda: library.operators.direct.gated_forward(x, residual, weight, *options),
+        "the operator `residual_forward`": lambda: library.operators.direct.residual_forward(
+            x, residual, weight, EPS, 0.0, 0, 0, True, 1.0
+        ),
     }
     for rows, launches in ((1, "one launch"), (64, "two launches"), (65, "three launches")):
         dy, rstd = torch.randn(rows, COLS).to(DTYPE), torch.ones(rows, 1)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import rmsnorm
-from rmsnorm import gpu
 from rmsnorm.cli import compare, info, main
+from rmsnorm.gpu import availability
 from rmsnorm.ops import library
 
 
@@ -102,13 +102,13 @@ def test_info_names_what_is_missing_with_what_installs_it(monkeypatch, capsys):
     ):
         assert line in lines
     assert any("OMP_NUM_THREADS=3" in line for line in lines)
-    reason = gpu.missing()
+    reason = availability.missing()
     assert reason is None or f"GPU kernels   none: {reason}" in lines
 
 
 @pytest.mark.parametrize(("capability", "line"), [((6, 1), "none: Triton compiles for sm_70"), ((9, 0), "Triton")])
 def test_info_says_whether_the_gpu_that_is_there_has_kernels(capability, line, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "missing", lambda: None)
+    monkeypatch.setattr(availability, "missing", lambda: None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)

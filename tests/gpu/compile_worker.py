@@ -19,9 +19,9 @@ from tests.gpu import compiled
 from tests.gpu.compiled import (
     BRAIN,
     DTYPES,
-    GATED,
-    GATED_WIDTHS,
-    OPERATORS,
+    GROUPED,
+    GROUPED_WIDTHS,
+    PLAIN,
     SINGLE,
     TARGETS,
     WIDTHS,
@@ -32,12 +32,12 @@ from tests.gpu.compiled import (
 
 def calls():
     """Targets, operators and widths; types in turn, so that each meets each target and operator."""
-    for number, (target, op, cols) in enumerate(product(TARGETS, OPERATORS, WIDTHS)):
+    for number, (target, op, cols) in enumerate(product(TARGETS, PLAIN, WIDTHS)):
         if "row" not in op or cols in (64, 1024, 2880, 12288):
             yield target, op, *DTYPES[number % 3], cols
-    for number, (target, op, cols) in enumerate(product(TARGETS, GATED, GATED_WIDTHS)):
+    for number, (target, op, cols) in enumerate(product(TARGETS, GROUPED, GROUPED_WIDTHS)):
         if not op.startswith("groups") or cols in (128, 768, 4096, 12288):
-            yield target, op, *DTYPES[(number + number // len(GATED_WIDTHS)) % 3], cols
+            yield target, op, *DTYPES[(number + number // len(GROUPED_WIDTHS)) % 3], cols
 
 
 def check(part, parts):
@@ -83,11 +83,11 @@ def planted():
         ("a sum to nearest", HOPPER, "dx", "fixed_sum", "fma.rz.f64", "fma.rn.f64"),
         ("flushed subnormals", TARGETS[3], "dx", "fixed_sum", "fma.rz.f32", "fma.rz.ftz.f32"),
         (
-            *("a library's exponential", OLD, "gate last", "gate"),
+            *("a library's exponential", OLD, "gate last", "stages"),
             *("(e / ((p - q) + e)).to(tl.float32)", "tl.sigmoid(z)"),
         ),
         (
-            *("a library's exponential, AMD", AMD, "gate last backward", "gate"),
+            *("a library's exponential, AMD", AMD, "gate last backward", "stages"),
             *("(e / ((p - q) + e)).to(tl.float32)", "tl.sigmoid(z)"),
         ),
         (
@@ -114,7 +114,7 @@ def planted():
 
 def foreign():
     """NVIDIA's instruction on AMD. Some releases of Triton abort the process; others print a line and go on."""
-    compiled.configurations.form = lambda target, cols: fixed_sum.DOUBLE.value
+    compiled.configurations.form = lambda target, cols, gate: fixed_sum.DOUBLE.value
     yield "NVIDIA's instruction on AMD", compile_all(AMD, "forward", BRAIN, BRAIN, 4096)
 
 

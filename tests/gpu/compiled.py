@@ -13,7 +13,7 @@ import torch
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 
-from rmsnorm.gpu import call_cache, configurations, gated_forward, gated_operators, launching, operators
+from rmsnorm.gpu import call_cache, configurations, launching, operators
 from rmsnorm.gpu.kernels import fixed_sum
 
 TARGETS = (
@@ -24,12 +24,13 @@ SINGLE, BRAIN = torch.float32, torch.bfloat16
 DTYPES = ((BRAIN, BRAIN), (SINGLE, SINGLE), (BRAIN, SINGLE))  # of x and of the weight
 # One of each line of configurations.py's tables, full and with a rest, and one in pieces.
 WIDTHS = (64, 128, 192, 512, 768, 1024, 2048, 2880, 4096, 5120, 8192, 12288, 16384, 65536)
-# Operators, and how many row tensors their largest kernel has.
-OPERATORS = ("forward", "add", "backward", "dx", "one row", "few rows")
-# The gate's activation and whether the norm comes before it; without a gate there are groups alone.
-GATES = {"gate first": (0, True), "gate last": (0, False), "groups": None}
-GATED = (*GATES, *(f"{op} backward" for op in GATES))
-GATED_WIDTHS = (128, 512, 768, 2048, 4096, 5120, 12288)
+# Forms of a call: what comes around the norm. Rows of groups, and those with a gate, are two groups of `cols`.
+PLAIN = ("forward", "add", "exact sum", "backward", "dx", "one row", "few rows")
+# Whether the gate comes first, and its dtype; None without a gate.
+GATES = {"gate first": (True, BRAIN), "gate last": (False, BRAIN), "float32 gate last": (False, SINGLE), "groups": None}
+GROUPED = (*GATES, *(f"{form} backward" for form in GATES), "grouped sum")
+GROUPED_WIDTHS = (128, 512, 768, 2048, 4096, 5120, 12288)
+ROW_TENSORS = ("x", "residual", "gate", "y", "h", "dy", "dh", "dx", "dgate", "rebuilt")
 BINARIES = Path(nvidia.__file__).parent / "bin"
 
 
@@ -47,6 +48,8 @@ class Code:
     block: int
     warps: int
     form: int | None
+    row_tensors: int
+    leaf: bool
     compiled: Any
     messages: str
 
@@ -64,28 +67,27 @@ class Code:
 def call(op, x_dtype, weight_dtype, cols):
     """Calls an operator on memory that is never touched."""
     rows = {"one row": 1, "few rows": 8}.get(op, 64 * configurations.FUSED_LEAVES)
-    x, weight = torch.empty(rows, cols, dtype=x_dtype), torch.empty(cols, dtype=weight_dtype)
-    rstd = torch.empty(rows, 1)
+    groups = 2 if op in GROUPED else 1
+    width = groups * cols
+    x, weight = torch.empty(rows, width, dtype=x_dtype), torch.empty(width, dtype=weight_dtype)
+    rstd = torch.empty(rows, groups)
     if op == "forward":
         operators.forward_train(x, weight, 1e-6)
-    elif op in GATED:
-        call_gated(op, x_dtype, weight_dtype, cols)
     elif op == "add":
         operators.add_forward(x, x, weight, 1e-6, 1.0, 1)
-    else:
+    elif op in ("exact sum", "grouped sum"):
+        operators.residual_forward(x, x.float(), weight, 1e-6, 1.0, 1, cols, op == "exact sum", 0.5)
+    elif op in PLAIN:
         operators.backward(x, x, rstd, weight, 1.0, x if op == "backward" else None, None, True, op != "dx")
-
-
-def call_gated(op, x_dtype, weight_dtype, cols):
-    """Two groups of `cols`."""
-    form, rows = GATES[op.removesuffix(" backward")], 64 * configurations.FUSED_LEAVES
-    x, weight = torch.empty(rows, 2 * cols, dtype=x_dtype), torch.empty(2 * cols, dtype=weight_dtype)
-    gate, options = None if form is None else x, (cols, *(form or (0, False)))
-    if op in GATES:
-        gated_operators.gated_forward_train(x, gate, weight, 1e-6, 1.0, 1, *options)
     else:
-        rstd, needed = torch.empty(rows, 2), (True, form is not None, True)
-        gated_operators.gated_backward(x, x, gate, rstd, weight, None, 1.0, *options, *needed)
+        form = GATES[op.removesuffix(" backward")]
+        first, gate_dtype = form or (False, x_dtype)
+        gate, options = None if form is None else x.to(gate_dtype), (cols, 0, first)
+        if op in GATES:
+            operators.gated_forward_train(x, gate, weight, 1e-6, 1.0, 1, *options)
+        else:
+            dh, needed = x if form is None else None, (True, form is not None, True)
+            operators.gated_backward(x, x, gate, rstd, weight, dh, 1.0, *options, *needed)
 
 
 def compile_all(
@@ -94,7 +96,7 @@ def compile_all(
     """The kernels of one call, as `Code`, but those in `known`. Tests change what is compiled, and expect it found."""
     found = []
 
-    def compile_instead(kernel, device, grid, arguments, key, aligned, warps):
+    def compile_instead(kernel, device, grid, arguments, aligned, warps):
         changed, aligned = change(kernel, aligned)
         if known is not None:
             identity = target, warps, kernel.name, changed.source(arguments, aligned).hash()
@@ -117,6 +119,8 @@ def compile_all(
                 block,
                 warps,
                 form,
+                sum(named.get(name) is not None for name in ROW_TENSORS),
+                named.get("partial") is not None and kernel.name == "backward",
             ),
             *(compiled, said()),
         )
@@ -126,7 +130,6 @@ def compile_all(
     prepare, launching.prepare = launching.prepare, compile_instead
     launching._targets[None] = target
     call_cache.clear()
-    gated_forward.plan.cache_clear()
     try:
         call(op, x_dtype, weight_dtype, cols)
     finally:
@@ -213,17 +216,6 @@ def _facts_of_amd(code):
 
 # ---------------------------------------------------------------- what must hold
 
-_ROW_TENSORS = {  # the gate is one more
-    "forward": 2,
-    "forward_in_pieces": 2,
-    "backward": 3,
-    "slopes": 2,
-    "columns": 2,
-    "gated_forward": 2,
-    "gated_forward_in_pieces": 2,
-    "gated_backward": 2,
-    "gated_slopes": 2,
-}
 # Fused multiplications and additions that AMD's compiler makes of one division or square root of float64.
 _FUSED_IN_DIVISION, _FUSED_IN_ROOT = 5, 7
 
@@ -234,16 +226,11 @@ def _narrow(code, found):
     per_row = (1 + vectors if code.rows > 1 else 1, 0)
     per_column = (found["wide loads"], 0)  # of each row two vectors and up to two numbers, however often unrolled
     return {
-        "forward": (1, vectors),
+        "forward": (vectors if code.rows > 1 else 0, vectors),
         "forward_in_pieces": (0, 1),
-        "backward": per_row,
+        "backward": per_column if code.form is None else per_row,
         "slopes": (1, 1),
-        "columns": per_column,
         "fold": (0, 1),  # dweight in 16 bits
-        "gated_forward": (vectors if code.rows > 1 else 0, 1),
-        "gated_forward_in_pieces": (0, 1),
-        "gated_backward": per_column if code.form is None else per_row,
-        "gated_slopes": (1, 1),
     }[code.kernel]
 
 
@@ -264,11 +251,11 @@ def _faults(code, found):
         yield f"{found['sums']} instructions of the exact sums, expected {expected}"
     ttir = code.compiled.asm["ttir"]
     wide = len(re.findall(r"arith\.muli .*i64", ttir))
-    if wide < _ROW_TENSORS.get(code.kernel, 0) + (code.op.startswith("gate") and code.kernel != "fold"):
+    if wide < code.row_tensors:
         yield f"{wide} products of 64 bits: rows more than 2^31 elements away"
     # Where a leaf begins is the one shift of a number that is no tensor.
     shifts = set(re.findall(r"arith\.shrsi .* : (i\d+)", ttir))
-    if "i32" in shifts or (code.kernel == "columns" and not shifts):
+    if "i32" in shifts or (code.leaf and not shifts):
         yield "leaves do not begin at rows counted in 64 bits"
     for name in re.findall(r"%(eps|reciprocal): f32", ttir):
         yield f"{name} is a float32"

@@ -1,40 +1,21 @@
 """What calls of the operators alone do not show, under the interpreter. Each check yields a text for each fault."""
 
 import mmap
+import sys
 import warnings
 from itertools import product
 
 import torch
 
 import rmsnorm
-from rmsnorm import functional, gpu
-from rmsnorm.gpu import call_cache, configurations, gated_operators, operators
+from rmsnorm.gpu import call_cache, configurations, operators, registration
+from rmsnorm.ops import library
 from tests.gpu.cases import BRAIN, DTYPES, SINGLE, plain_weight
-from tests.support.bits import difference
+from tests.support.bits import unequal
 from tests.support.rows import all_rows, random_rows
 
 ops = torch.ops.rmsnorm
 MAP_NORESERVE = 0x4000  # Linux; the mmap module has it from Python 3.13 on
-
-
-def unequal(what, found, expected):
-    if (wrong := difference(found, expected)) is not None:
-        yield f"{what}: {wrong}"
-
-
-def out():
-    """In place, and into rows with gaps: in one tile and in pieces. Nothing around a row is written."""
-    for width, dtype in ((130, BRAIN), (1000, SINGLE), (32_769, BRAIN)):
-        x, weight = random_rows(3, width, dtype, 1), plain_weight(width, dtype)
-        y = ops.forward(x, weight, 1e-6, 0.0, 0)
-        around = torch.full((3 * (width + 3) + 1,), 7.0, dtype=dtype)
-        rows = around[1:].unflatten(0, (3, width + 3))[:, :width]
-        operators.forward_out(x, weight, 1e-6, rows)
-        yield from unequal(f"out {width}", rows.clone(), y)
-        rows.fill_(7.0)
-        yield from unequal(f"around out {width}", around, torch.full_like(around, 7.0))
-        operators.forward_out(x, weight, 1e-6, x)
-        yield from unequal(f"out=x {width}", x, y)
 
 
 def far_rows():
@@ -56,12 +37,12 @@ def far_rows():
             options = width // 2, *form
             rstd = ops.gated_forward_train(near, near, weight, 1e-6, 0.0, 0, *options)[1]
             for x, gate in ((near, far), (far, near)):
-                y = gated_operators.gated_forward(x, gate, weight, 1e-6, 0.0, 0, *options)
+                y = operators.gated_forward(x, gate, weight, 1e-6, 0.0, 0, *options)
                 yield from unequal(
                     f"far gate {width}", y, ops.gated_forward(near, near, weight, 1e-6, 0.0, 0, *options)
                 )
                 rest = rstd, weight, None, 0.0, *options, True, True, True
-                found = gated_operators.gated_backward(x, gate, x, *rest)
+                found = operators.gated_backward(x, gate, x, *rest)
                 for f, e in zip(found, ops.gated_backward(near, near, near, *rest), strict=True):
                     yield from unequal(f"gated backward of far rows {width}", f, e)
         operators.forward_out(far, weight, 1e-6, far)
@@ -97,106 +78,39 @@ def beyond_reach():
                 yield from unequal(f"backward beyond reach {shape}", f, e)
             options = shape[1] // 10, 0, False  # ten groups of a row count as rows
             expected = ops.gated_forward_train(x, x, weight, 1e-6, 0.0, 0, *options)
-            for f, e in zip(
-                gated_operators.gated_forward_train(x, x, weight, 1e-6, 0.0, 0, *options), expected, strict=True
-            ):
+            for f, e in zip(operators.gated_forward_train(x, x, weight, 1e-6, 0.0, 0, *options), expected, strict=True):
                 yield from unequal(f"gated beyond reach {shape}", f, e)
             rest = expected[1], weight, None, 0.0, *options, True, True, True
-            for f, e in zip(
-                gated_operators.gated_backward(x, x, x, *rest), ops.gated_backward(x, x, x, *rest), strict=True
-            ):
+            for f, e in zip(operators.gated_backward(x, x, x, *rest), ops.gated_backward(x, x, x, *rest), strict=True):
                 yield from unequal(f"gated backward beyond reach {shape}", f, e)
     configurations.MOST_COLS, configurations.MOST_ROWS = limits
-
-
-def refusals():
-    """What would read or write elsewhere."""
-    x, rstd, weight = torch.ones(2, 4), torch.ones(2, 1), torch.ones(4)
-    forward = [
-        (x, torch.ones(3), 1e-6, 0.0, 0),
-        (x, torch.ones(2, 4), 1e-6, 0.0, 0),
-        (x, torch.ones(1), 1e-6, 0.0, 0),
-        (torch.ones(2, 0), None, 1e-6, 0.0, 0),
-        (torch.ones(()), None, 1e-6, 0.0, 0),
-        (x, None, 1e-6, 0.0, 3),
-        (x, None, 1e-6, 0.0, -1),
-        (x, None, float("nan"), 0.0, 0),
-        (x, None, 1e-6, float("inf"), 0),
-        (x.int(), None, 1e-6, 0.0, 0),
-        (x.double(), None, 1e-6, 0.0, 0),
-        (x, weight.double(), 1e-6, 0.0, 0),
-        (x, weight.to("meta"), 1e-6, 0.0, 0),
-    ]
-    add = [(x, torch.ones(2, 3)), (x, torch.ones(4)), (x, x.bfloat16()), (x, x.to("meta"))]
-    into = [torch.ones(2, 5), torch.ones(8), x.bfloat16(), torch.ones(2, 8)[:, ::2], torch.ones(4).expand(2, 4)]
-    backward = [
-        (torch.ones(2, 3), x, rstd, weight, None, None),
-        (torch.ones(3, 4), x, rstd, weight, None, None),
-        (x.double(), x, rstd, weight, None, None),
-        (x, x, torch.ones(3, 1), weight, None, None),
-        (x, x, rstd.double(), weight, None, None),
-        (x, x, rstd, torch.ones(5), None, None),
-        (x, x, rstd, weight, torch.ones(2, 3), None),
-        (x, x, rstd, weight, x.bfloat16(), None),
-        (x, x, rstd, weight, None, torch.float64),
-        (x, x, rstd, weight, None, torch.int32),
-    ]
-    gated = [  # gate, weight, rounding, group_size, activation
-        (torch.ones(2, 3), weight, 0, 4, 0),
-        (torch.ones(1, 4), weight, 0, 4, 0),
-        (x.bfloat16(), weight, 0, 4, 0),
-        (x.to("meta"), weight, 0, 4, 0),
-        (x, torch.ones(2), 0, 2, 0),
-        (x, weight, 3, 4, 0),
-        (x, weight, 0, 3, 0),
-        (x, weight, 0, -4, 0),
-        (x, weight, 0, 8, 0),
-        (x, weight, 0, 4, 2),
-        (x, weight, 0, 4, -1),
-    ]
-    gated_backward = [  # dy, gate, rstd, group_size, whether the gate is last, need_dgate
-        (torch.ones(2, 3), x, rstd, 4, True, True),
-        (x.bfloat16(), x, rstd, 4, True, True),
-        (x.double(), x, rstd, 4, False, True),
-        (x, x, rstd, 2, True, True),
-        (x, x, rstd.double(), 4, True, True),
-        (x, torch.ones(4), rstd, 4, True, True),
-        (x, None, rstd, 4, True, True),
-    ]
-    calls = [
-        *((gated_operators.gated_forward, (x, g, w, 1e-6, 0.0, *rest, True)) for g, w, *rest in gated),
-        *(
-            (gated_operators.gated_backward, (dy, x, gate, r, weight, None, 0.0, size, 0, not first, True, need, True))
-            for dy, gate, r, size, first, need in gated_backward
-        ),
-        (gated_operators.gated_forward, (x, x, weight, float("nan"), 0.0, 0, 4, 0, True)),
-        *((operators.forward, a) for a in forward),
-        *((operators.add_forward, (*a, None, 1e-6)) for a in add),
-        *((operators.forward_out, (x, None, 1e-6, a)) for a in into),
-        *((operators.backward, (*a[:4], 0.0, *a[4:], True, True)) for a in backward),
-    ]
-    for function, arguments in calls:
-        try:
-            function(*arguments)
-        except (RuntimeError, ValueError):
-            continue
-        yield f"not refused: {function.__name__}{arguments}"
 
 
 def public_functions():
     """Everything above the operators finds them by the device alone; here they are those of the CPU."""
     expected = list(_everything())
-    library = torch.library.Library("rmsnorm", "IMPL")
+    registrations = torch.library.Library("rmsnorm", "IMPL")
     with warnings.catch_warnings(action="ignore"):  # that there is one already
-        for module in gpu.OPERATORS:
-            gpu.register(library, module, "CPU", allow_override=True)
-    direct = library.operators.direct
-    for operators_of_cpu in (direct, call_cache.replaying(direct), call_cache.replaying(direct)):
-        library.operators.direct = functional._direct = operators_of_cpu
+        registration.register(registrations, "CPU", allow_override=True)
+    holders = [m for name, m in sys.modules.items() if name.startswith("rmsnorm")]
+    holders += {v for m in holders for v in vars(m).values() if isinstance(v, library.Operators)}
+    dispatched = [
+        (vars(holder), name, value)
+        for holder in holders
+        for name, value in vars(holder).items()
+        if any(value is o.direct for o in holders if isinstance(o, library.Operators))
+    ]
+    # By the dispatcher, then by the call cache: where nothing is stored yet, and where it is.
+    for fast in (False, True, True):
+        for variables, name, value in dispatched:
+            variables[name] = call_cache.fast(value) if fast else value
         for (what, f), (_, e) in zip(_everything(), expected, strict=True):
             yield from unequal(what, f, e)
-    library.operators.direct = functional._direct = direct
-    library._destroy()
+    for variables, name, value in dispatched:
+        variables[name] = value
+    if not len(dispatched) >= 2:
+        yield f"only {len(dispatched)} places hold the operators"
+    registrations._destroy()
 
 
 def repeated():
@@ -233,6 +147,10 @@ def repeated():
         yield from unequal(call, operators.forward(x, *given), ops.forward(x, *given))
         if (i + j) % 4:
             continue
+        groups = *given, x.shape[-1] // (2 - x.shape[-1] % 2), i % 2, i % 3 == 1
+        gate = (None, x.flip(0))[j % 2]
+        found = operators.gated_forward(x, gate, *groups)
+        yield from unequal(f"gated: {call}", found, ops.gated_forward(x, gate, *groups))
         expected = ops.add_forward(x, x.flip(0), *given)
         for f, e in zip(operators.add_forward(x, x.flip(0), *given), expected, strict=True):
             yield from unequal(f"add: {call}", f, e)
@@ -243,8 +161,8 @@ def repeated():
             rest = x, ops.forward_train(x, *given)[1], w, offset, x if i % 2 else None, None, *needed
             for f, e in zip(operators.backward(x.flip(0), *rest), ops.backward(x.flip(0), *rest), strict=True):
                 yield from unequal(f"backward: {call}", f, e)
-    if not 100 < len(call_cache._plans) < len(calls) * 1.5:
-        yield f"{len(call_cache._plans)} plans"
+    if not 100 < call_cache.size() < len(calls) * 2.5:
+        yield f"{call_cache.size()} prepared calls"
 
 
 def _everything():

@@ -16,9 +16,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import interpreter
 
-from rmsnorm import gpu
-from rmsnorm.gpu import call_cache, configurations, gated_forward, launching
-from tests.gpu import cases, gated_cases, interpreter_checks
+from rmsnorm.gpu import call_cache, configurations, launching, operators
+from tests.gpu import cases, forms, interpreter_checks, memory_checks
 from tests.support.bits import difference
 
 # One for each form of the sums.
@@ -30,6 +29,7 @@ TARGETS = {
 RESULTS = {
     "forward_train": ("y", "rstd"),
     "add_forward": ("y", "h", "rstd"),
+    "residual_forward": ("y", "h", "rstd"),
     "backward": ("dx", "dweight"),
     "gated_forward_train": ("y", "rstd"),
     "gated_backward": ("dx", "dgate", "dweight"),
@@ -37,7 +37,7 @@ RESULTS = {
 TALLEST, LARGEST = 1024, 1 << 18
 
 
-def tall(cols, target):
+def tall(cols, target, gate):
     """All rows in one program, as far as memory allows."""
     block = configurations.power_of_two(cols)
     return configurations.Tile(max(2, min(TALLEST, LARGEST // block)), block, 4)
@@ -47,10 +47,9 @@ def compare(form, op, arguments):
     """Every difference between a call interpreted and on the CPU, as text."""
     launching._targets[None] = TARGETS[form]
     call_cache.clear()
-    gated_forward.plan.cache_clear()
-    expected = getattr(torch.ops.rmsnorm, op)(*arguments)
+    expected = forms.expected(op, arguments)
     before = [a.clone() for a in arguments if isinstance(a, torch.Tensor)]
-    found = gpu.implementation(op)(*arguments)
+    found = getattr(operators, op)(*arguments)
     call = f"{form} {op} " + ", ".join(describe(a) for a in arguments)
     for name, f, e in zip(RESULTS[op], found, expected, strict=True):
         if f is None and e is None:
@@ -73,12 +72,11 @@ def describe(argument):
 def run(part, parts):
     """The groups in tall tiles, with every form, and those in the tiles that GPUs get, with one after another."""
     report, number, shipped = {}, 0, vars(configurations).copy()
-    tiles = dict.fromkeys(("forward", "backward", "gated_forward", "gated_backward"), tall)
+    tiles = dict.fromkeys(("forward", "backward"), tall)
     tiles["columns"] = lambda itemsize, target: configurations.Tile(1, 8192, 1)
     tiles["fold"] = lambda target: configurations.Tile(16, 8192, 1)
-    everything = {**cases.TALL, **cases.SHIPPED, **gated_cases.TALL, **gated_cases.SHIPPED}
-    for group, calls in everything.items():
-        is_tall = group in cases.TALL or group in gated_cases.TALL
+    for group, calls in {**cases.TALL, **cases.SHIPPED}.items():
+        is_tall = group in cases.TALL
         vars(configurations).update(tiles if is_tall else {name: shipped[name] for name in tiles})
         report[group] = []
         begin = time.process_time()
@@ -87,15 +85,15 @@ def run(part, parts):
             if number % parts != part:
                 continue
             turn = number // parts
-            forms = (
-                TARGETS if group in cases.TALL else [list(TARGETS)[(turn + turn // 3) % 3]]
-            )  # with any period of types
-            for form, leaves in product(forms, (128,) if is_tall or "backward" not in call[0] else (1, 128)):
+            one_sum = [list(TARGETS)[(turn + turn // 3) % 3]]  # with any period of types
+            sums = TARGETS if group in cases.EVERY_SUM else one_sum
+            for form, leaves in product(sums, (128,) if is_tall or "backward" not in call[0] else (1, 128)):
                 configurations.FUSED_LEAVES = leaves  # 1: dx and dweight in one kernel of any number of rows
                 report[group] += compare(form, *call)
         print(f"{group}: {time.process_time() - begin:.1f} s", file=sys.stderr, flush=True)
+    checks = {**vars(interpreter_checks), **vars(memory_checks)}
     for number, name in enumerate(cases.CHECKS):
-        report[name] = list(getattr(interpreter_checks, name)()) if number % parts == part else []
+        report[name] = list(checks[name]()) if number % parts == part else []
     return report
 
 

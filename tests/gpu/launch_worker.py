@@ -17,10 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 
-from rmsnorm import gpu
-from rmsnorm.gpu import call_cache, gated_forward, gated_operators, launching, layout, operators
+from rmsnorm.gpu import availability, call_cache, calls, configurations, launching, layout, operators, registration
 from rmsnorm.numerics import fixed_sum
-from rmsnorm.ops import fallback as gated_ops
+from rmsnorm.ops import fallback
 
 BRAIN, SINGLE = torch.bfloat16, torch.float32
 
@@ -74,7 +73,6 @@ def recording(target=("cuda", 90, 32)):
     launching._targets.clear()
     launching._compiled.clear()
     call_cache.clear()
-    gated_forward.plan.cache_clear()
     launching._targets[None] = GPUTarget(*target)
     launching._targets[1] = GPUTarget("cuda", 120, 32)
     try:
@@ -134,10 +132,11 @@ def one_compilation_for_each_kind_of_call():
 def keys():
     """What the dictionary gives for a call is what would have been compiled for it."""
     random.seed(1)
+    launches = 0
     with recording() as r:
         for _ in range(3000):
             cols = random.choice((5, 64, 130, 1024, 4096, 9000, 40_000))
-            rows = random.choice((1, 7, 64, 65, 64 * 128))
+            rows = random.choice((1, 7, 64, 65, *([64 * 128] if cols < 9000 else [])))
             dtypes = [random.choice((BRAIN, SINGLE, torch.float16)) for _ in range(3)]
             x = torch.empty(rows, cols, dtype=dtypes[0])
             if rows == 7:
@@ -148,31 +147,35 @@ def keys():
             if random.random() < 0.4:
                 gated(x, dy, w, offset, rounding)
             elif random.random() < 0.5:
-                operators._normalize(
-                    x, random.choice((None, x)), w, 1e-6, offset, rounding, None, random.random() < 0.5
-                )
+                options = w, 1e-6, offset, rounding
+                random.choice((operators.forward, operators.forward_train))(x, *options)
+                operators.add_forward(x, x, *options)
+                wide = torch.empty(x.shape, dtype=random.choice((BRAIN, SINGLE)))
+                operators.residual_forward(x, wide, *options, 0, random.random() < 0.5, random.choice((1.0, 0.5)))
             else:
                 needed = random.choice(((True, True), (True, False), (False, True)))
                 rebuilt = random.choice((None, dtypes[0]))
                 operators.backward(dy, x, rstd, w, offset, random.choice((None, x)), rebuilt, *needed)
+            launches += len(r.launched)
+            r.launched.clear()  # and with it the tensors
         yield from set(r.mistaken)
-        if len(r.compiled) > 0.9 * len(r.launched) or len(r.compiled) < 100:
-            yield f"{len(r.compiled)} compilations for {len(r.launched)} launches"
+        if len(r.compiled) > 0.9 * launches or len(r.compiled) < 100:
+            yield f"{len(r.compiled)} compilations for {launches} launches"
 
 
 def gated(x, dy, w, offset, rounding):
     """A random call of a gated or grouped operator."""
-    cols, gate = x.shape[-1], random.choice((None, x))
+    cols, gate = x.shape[-1], random.choice((None, x, torch.empty(x.shape)))
     options = cols // random.choice([n for n in (1, 2, 5) if cols % n == 0]), random.randrange(2), random.random() < 0.5
     if random.random() < 0.5:
-        train = random.choice((gated_operators.gated_forward, gated_operators.gated_forward_train))
+        train = random.choice((operators.gated_forward, operators.gated_forward_train))
         train(x, gate, w, 1e-6, offset, rounding, *options)
     else:
         rstd = torch.empty(*x.shape[:-1], cols // options[0])
         need_dx, need_dgate, need_dweight = (random.random() < 0.6 for _ in range(3))
         needed = need_dx, need_dgate and gate is not None, need_dweight
         dy = dy.to(x.dtype) if gate is not None and not options[2] else dy
-        gated_operators.gated_backward(dy, x, gate, rstd, w, None, offset, *options, *needed)
+        operators.gated_backward(dy, x, gate, rstd, w, None, offset, *options, *needed)
 
 
 def alignment():
@@ -224,110 +227,72 @@ def gated_signatures():
     x = x_of(64 * 128, 4096)
     strides = {f"{name}_{part}" for name in ("x", "gate") for part in ("outer", "inner")}
     with recording() as r:
-        gated_operators.gated_forward_train(x, x, None, 1e-6, 0.0, 0, 2048, 0, True)
+        operators.gated_forward_train(x, x, None, 1e-6, 0.0, 0, 2048, 0, True)
         rest = torch.empty(64 * 128, 2), None, None, 0.0, 2048, 0, False, True, True, True
-        gated_operators.gated_backward(x, x, x, *rest)
+        operators.gated_backward(x, x, x, *rest)
         for name, _, source, _ in r.compiled[:2]:
             wanted = {
                 "rows": "i64",
-                "groups": "i32",
+                "GROUPS": "constexpr",
                 "cols": "i32",
                 "reciprocal": "fp64",
                 "gate": "*bf16",
                 "rstd": "*fp32",
             }
             wanted |= {"weight": "constexpr", "offset": "constexpr", **dict.fromkeys(strides, "i64")}
-            wanted |= {"eps": "fp64"} if name == "gated_forward" else {"log_leaves": "i32", "dgate": "*bf16"}
+            wanted |= {"eps": "fp64"} if name == "forward" else {"log_leaves": "i32", "dgate": "*bf16"}
             for parameter, kind in wanted.items():
                 if source.signature[parameter] != kind:
                     yield f"{name}: {parameter} is {source.signature[parameter]}, expected {kind}"
-        if [name for name, *_ in r.compiled] != ["gated_forward", "gated_backward", "fold"]:
+        if [name for name, *_ in r.compiled] != ["forward", "backward", "fold"]:
             yield f"compiled {[name for name, *_ in r.compiled]}"
 
 
-def gated_grids():
-    """A program for each group, and each piece of it, of all rows or leaves."""
-    for rows, cols, groups in (
-        (1, 8, 1),
-        (1000, 16, 3),
-        (5, 5000, 2),
-        (70_000, 128, 4),
-        (300, 9000, 2),
-        (9000, 2048, 4),
-    ):
-        for form in ((0, True), (1, False), None):
-            with recording() as r:
-                x = torch.empty(rows, cols * groups, dtype=BRAIN)
-                gate, options = None if form is None else x, (cols, *(form or (0, False)))
-                gated_operators.gated_forward(x, gate, None, 1e-6, 0.0, 0, *options)
-                rest = torch.empty(rows, groups), None, None, 0.0, *options, True, form is not None, True
-                gated_operators.gated_backward(x, x, gate, *rest)
-                for _, kernel, grid, given, _ in r.launched:
-                    if kernel.name == "fold":
-                        continue
-                    named = dict(zip(kernel.names, given, strict=True))
-                    pieces = named.get("pieces", 1)
-                    if "pieces" in named and not 0 <= pieces * named["BLOCK"] - cols < named["BLOCK"]:
-                        yield f"{rows} x {groups} x {cols}: {kernel.name} has {pieces} pieces"
-                    if "pieces" not in named and "ROWS" in named and named["BLOCK"] < cols:
-                        yield f"{rows} x {groups} x {cols}: {kernel.name} has tiles of {named['BLOCK']}"
-                    units = -(-rows // named.get("ROWS", 1))
-                    if named.get("partial") is not None:
-                        units = fixed_sum.leaves(rows)
-                        if 1 << named["log_leaves"] != units:
-                            yield f"{rows} x {groups} x {cols}: leaves of {named['log_leaves']} levels"
-                    if grid != (units * groups * pieces, 1, 1) or named["groups"] != groups or named["cols"] != cols:
-                        yield f"{rows} x {groups} x {cols}: {kernel.name} has {grid}"
-    with recording() as r:
-        x, rstd = torch.empty(0, 8), torch.empty(0, 2)
-        gated_operators.gated_forward(x, x, None, 1e-6, 0.0, 0, 4, 0, True)
-        gated_operators.gated_backward(x, x, x, rstd, None, None, 0.0, 4, 0, True, True, True, True)
-        if r.launched:
-            yield "launches for no rows"
-
-
 def grids():
-    """Enough programs for all rows and columns, and none too many."""
-    for rows, cols in (
-        (1, 1),
-        (1000, 1),
-        (7, 100),
-        (4097, 4096),
-        (3, 100_000),
-        (1, 1 << 20),
-        (20_000, 8),
-        (70_000, 300),
-    ):
+    """A program for each group, and each piece of it, of all rows or leaves; enough for all, and none too many."""
+    sizes = (
+        *((1, 1, 1), (1000, 1, 1), (7, 100, 1), (4097, 4096, 1), (3, 100_000, 1), (1, 1 << 20, 1), (20_000, 8, 1)),
+        *((70_000, 300, 1), (1, 8, 2), (1000, 16, 3), (5, 5000, 2), (70_000, 128, 4), (300, 9000, 2), (9000, 2048, 4)),
+        (1, configurations.MOST_COLS, 1),
+    )
+    for (rows, cols, groups), gate_first in product(sizes, (False, True, None)):
+        call = f"{rows} x {groups} x {cols}"
         with recording() as r:
-            x, rstd = torch.empty(rows, cols, dtype=BRAIN), torch.empty(rows, 1)
-            operators.forward(x, None, 1e-6)
-            operators.backward(x, x, rstd, None, 0.0, None, None, True, True)
+            x = torch.empty(rows, cols * groups, dtype=BRAIN)
+            gate, options = None if gate_first is None else x, (cols, 0, gate_first or False)
+            operators.gated_forward(x, gate, None, 1e-6, 0.0, 0, *options)
+            rest = torch.empty(rows, groups), None, None, 0.0, *options, True, gate is not None, True
+            operators.gated_backward(x, x, gate, *rest)
             for _, kernel, grid, given, _ in r.launched:
                 named = dict(zip(kernel.names, given, strict=True))
-                height = named.get("ROWS", 1)
+                if len(grid) != 3 or grid[1] > 65_535:
+                    yield f"{call}: {kernel.name} has {grid}"
                 if kernel.name == "fold":
-                    covered, needed, unit = (
-                        grid[0] // named["tiles"] * named["LEAVES"],
-                        named["leaves"],
-                        named["LEAVES"],
-                    )
-                    if not 0 <= named["tiles"] * named["BLOCK"] - cols < named["BLOCK"]:
-                        yield f"{rows} x {cols}: {kernel.name} has {named['tiles']} tiles of columns"
-                elif kernel.name == "columns" or (kernel.name == "backward" and named["partial"] is not None):
-                    covered, needed, unit = grid[0], fixed_sum.leaves(rows), 1
-                    if 1 << named["log_leaves"] != needed:
-                        yield f"{rows} x {cols}: {kernel.name} has leaves of {named['log_leaves']} levels"
-                else:
-                    covered, needed, unit = grid[0] * height, rows, height
-                if not 0 <= covered - needed < unit:
-                    yield f"{rows} x {cols}: {kernel.name} has {grid}"
-                if kernel.name == "columns" and not 0 <= grid[1] * named["BLOCK"] - cols < named["BLOCK"]:
-                    yield f"{rows} x {cols}: {kernel.name} has {grid}"
-                if len(grid) != 3 or grid[1] > 65535:
-                    yield f"{rows} x {cols}: {kernel.name} has {grid}"
+                    covered, unit = grid[0] // named["tiles"] * named["LEAVES"], named["LEAVES"]
+                    if not 0 <= covered - named["leaves"] < unit:
+                        yield f"{call}: {kernel.name} has {grid}"
+                    if not 0 <= named["tiles"] * named["BLOCK"] - cols * groups < named["BLOCK"]:
+                        yield f"{call}: {kernel.name} has {named['tiles']} tiles of columns"
+                    continue
+                in_pieces = kernel.name == "backward" and named["LOG_COLS"] is None
+                whole = "ROWS" in named and not in_pieces
+                if whole and (grid[1] != 1 or named["BLOCK"] < cols):
+                    yield f"{call}: {kernel.name} has tiles of {named['BLOCK']}"
+                if in_pieces and not 0 <= grid[1] * named["BLOCK"] - cols < named["BLOCK"]:
+                    yield f"{call}: {kernel.name} has {grid[1]} pieces"
+                units = -(-rows // named.get("ROWS", 1))
+                if named.get("partial") is not None:
+                    units = fixed_sum.leaves(rows)
+                    if 1 << named["log_leaves"] != units:
+                        yield f"{call}: leaves of {named['log_leaves']} levels"
+                if grid[0] != units * groups or named["GROUPS"] != groups or named["cols"] != cols:
+                    yield f"{call}: {kernel.name} has {grid}"
     with recording() as r:
-        operators.forward(torch.empty(0, 8), None, 1e-6)
-        operators.backward(torch.empty(0, 8), torch.empty(0, 8), torch.empty(0, 1), None, 0.0, None, None, True, False)
+        x, rstd = torch.empty(0, 8), torch.empty(0, 2)
+        operators.forward(x, None, 1e-6)
+        operators.backward(x, x, torch.empty(0, 1), None, 0.0, None, None, True, False)
+        operators.gated_forward(x, x, None, 1e-6, 0.0, 0, 4, 0, False)
+        operators.gated_backward(x, x, x, rstd, None, None, 0.0, 4, 0, False, True, True, True)
         if r.launched:
             yield "launches for no rows"
 
@@ -339,7 +304,8 @@ def devices():
         _, kernel, grid, arguments, _ = r.launched[0]
     with recording() as r:
         for index in (None, 1, None, 1):
-            launching.launch(kernel, SimpleNamespace(index=index), grid, arguments, ("key",), True, 4)
+            launch = launching.prepare(kernel, SimpleNamespace(index=index), grid, arguments, True, 4)
+            launch(*arguments[: kernel.tensors])
         if [launched[0] for launched in r.launched] != [0, 1, 0, 1]:
             yield f"launched on {[launched[0] for launched in r.launched]}"
         if r.current != 0:
@@ -408,18 +374,22 @@ def replays():
 
         return call
 
-    replaying = call_cache.replaying(
-        SimpleNamespace(**{name: by_the_dispatcher(name) for name in gpu.OPERATORS["operators"]})
-    )
+    fast = call_cache.fast(SimpleNamespace(**{name: by_the_dispatcher(name) for name in registration.DOORS}))
     x, weight, rstd = x_of(64, 4096), torch.nn.Parameter(x_of(1, 4096)[0]), torch.empty(64, 1)
-    calls = {
+    repeated = {
         "forward": (x, weight, 1e-6),
         "forward_train": (x, weight, 1e-6, 1.0, 1),
         "add_forward": (x, x, weight, 1e-6),
+        "residual_forward": (x, x, weight, 1e-6, 0.0, 0, 2048, True, 0.5),
+        "gated_forward": (x, x, weight, 1e-6, 0.0, 0, 2048, 0, False),
+        "gated_forward_train": (x, x, None, 1e-6, 0.0, 0, 2048, 0, True),
+        "forward_out": (x, weight, 1e-6, x_of(64, 4096)),
+        "gated_forward_out": (x, x_of(64, 4096), weight, 1e-6, 0.0, 0, 2048, 0, False, x),
         "backward": (x, x, rstd, weight, 0.0, None, None, True, True),
+        "gated_backward": (x, x, x, torch.empty(64, 2), weight, None, 0.0, 2048, 0, True, True, True, True),
     }
-    for name, arguments in calls.items():
-        call = getattr(replaying, name)
+    for name, arguments in repeated.items():
+        call = getattr(fast, name)
         with recording() as r:
             found = [shapes(call(*arguments)) for _ in range(3)]
             if asked != [name]:
@@ -437,7 +407,7 @@ def replays():
                     yield f"{name} under {what}: the dispatcher has seen {asked}"
             for (what, strange), place in product((STRANGERS | OTHERS).items(), range(2)):
                 asked.clear()
-                given = [strange(a) if i == place else a for i, a in enumerate(arguments)]
+                given = [strange(a) if i == place and a is not None else a for i, a in enumerate(arguments)]
                 with contextlib.suppress(RuntimeError):
                     call(*given)
                 with contextlib.suppress(RuntimeError):
@@ -446,15 +416,15 @@ def replays():
                     yield f"{name} of {what} as argument {place}: the dispatcher has seen {asked}"
             asked.clear()
     with recording() as r:
-        replaying.forward(x, weight, 1e-6)
+        fast.forward(x, weight, 1e-6)
         asked.clear()
-        torch.jit.trace(lambda t: replaying.forward(t, weight, 1e-6), (x,), check_trace=False)
+        torch.jit.trace(lambda t: fast.forward(t, weight, 1e-6), (x,), check_trace=False)
         if asked != ["forward"]:
             yield f"traced: the dispatcher has seen {asked}"
         for number in range(call_cache.MOST + 10):
-            call_cache.keep((number,), None)
-        if not 0 < len(call_cache._plans) <= call_cache.MOST:
-            yield f"{len(call_cache._plans)} plans"
+            call_cache.store("door", (number,), None)
+        if not 0 < call_cache.size() <= call_cache.MOST:
+            yield f"{call_cache.size()} prepared calls"
 
 
 def the_short_way():
@@ -480,7 +450,8 @@ def the_short_way():
 
 
 def shapes(results):
-    return [(t.shape, t.stride(), t.dtype) for t in (results if isinstance(results, tuple) else (results,))]
+    results = results if isinstance(results, tuple) else (results,)
+    return [None if t is None else (t.shape, t.stride(), t.dtype) for t in results]
 
 
 def plain(arguments):
@@ -520,23 +491,24 @@ OTHERS = {
 }
 
 
-def registration():
+def registrations():
     """Where PyTorch has a GPU the operators are registered for it; nothing imports them before the first call."""
-    library = torch.library.Library("rmsnorm", "IMPL")
-    for module in gpu.OPERATORS:
-        gpu.register(library, module)
-    fallbacks = {**library._IMPLEMENTATIONS, **vars(gated_ops.operators.reference)}
-    for name in (name for names in gpu.OPERATORS.values() for name in names):
+    registered = torch.library.Library("rmsnorm", "IMPL")
+    registration.register(registered)
+    for name in registration.DOORS:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"rmsnorm::{name}", "CUDA"):
             yield f"{name} has no kernel for CUDA"
-        if not callable(gpu.implementation(name)) or name not in fallbacks:
+        if not callable(registration.implementation(name)) or not callable(getattr(fallback, name)):
             yield f"{name} is no operator"
+        names = tuple(argument.name for argument in getattr(torch.ops.rmsnorm, name).default._schema.arguments)
+        if names != calls.PARAMETERS[name]:
+            yield f"{name} has {names}, and here {calls.PARAMETERS[name]}"
     versions = torch.version.cuda, torch.version.hip
     for torch.version.cuda, torch.version.hip in ((None, None), ("13.0", None), (None, "7.0")):
-        if (gpu.missing() is None) != (torch.version.cuda is not None or torch.version.hip is not None):
-            yield f"{torch.version.cuda}, {torch.version.hip}: {gpu.missing()}"
+        if (availability.missing() is None) != (torch.version.cuda is not None or torch.version.hip is not None):
+            yield f"{torch.version.cuda}, {torch.version.hip}: {availability.missing()}"
     torch.version.cuda, torch.version.hip = versions
-    library._destroy()
+    registered._destroy()
 
 
 CHECKS = (
@@ -546,13 +518,12 @@ CHECKS = (
     signatures,
     gated_signatures,
     grids,
-    gated_grids,
     devices,
     forms,
     layouts,
     replays,
     the_short_way,
-    registration,
+    registrations,
 )
 
 if __name__ == "__main__":

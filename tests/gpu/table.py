@@ -17,6 +17,7 @@ CALLS = (
     *(("gate last backward", cols) for cols in (128, 4096)),
     *(("gate first backward", cols) for cols in (1024, 4096, 8192)),
     *(("groups", 1024), ("groups backward", 1024)),
+    *(("exact sum", 4096), ("exact sum", 16384), ("grouped sum", 1024)),
 )
 HEAD = f"""# What the GPU kernels compile to
 
@@ -28,25 +29,27 @@ tensor that a thread has. Rows with a gate, and those of groups, are two groups 
 """
 
 
+def lines(target):
+    """One target's table."""
+    name = f"sm_{target.arch}" if target.backend == "cuda" else target.arch
+    yield (
+        f"\n## {name}\n\n| call | cols | kernel | tile | warps | elements | registers | spills "
+        "| instructions | loads, 16 bytes | stores, 16 bytes | sums |\n" + "| --- " * 12 + "|"
+    )
+    for op, cols in CALLS:
+        print(f"{name} {op} {cols}", file=sys.stderr, flush=True)
+        for code in compile_all(target, op, BRAIN, BRAIN, cols):
+            f = facts(code)
+            elements = max(1, code.rows * code.block // (code.warps * target.warp_size))
+            yield (
+                f"| {op} | {cols} | {code.kernel} | {code.rows} x {code.block} | {code.warps} | {elements} "
+                f"| {f['registers']} | {f['spills']} | {f['instructions']} | {f['loads']}, {f['wide loads']} "
+                f"| {f['stores']}, {f['wide stores']} | {f['sums']} |"
+            )
+
+
 def main():
-    lines = [HEAD]
-    for target in TARGETS:
-        name = f"sm_{target.arch}" if target.backend == "cuda" else target.arch
-        lines.append(
-            f"\n## {name}\n\n| call | cols | kernel | tile | warps | elements | registers | spills "
-            "| instructions | loads, 16 bytes | stores, 16 bytes | sums |\n" + "| --- " * 12 + "|"
-        )
-        for op, cols in CALLS:
-            print(f"{name} {op} {cols}", file=sys.stderr, flush=True)
-            for code in compile_all(target, op, BRAIN, BRAIN, cols):
-                f = facts(code)
-                elements = max(1, code.rows * code.block // (code.warps * target.warp_size))
-                lines.append(
-                    f"| {op} | {cols} | {code.kernel} | {code.rows} x {code.block} | {code.warps} | {elements} "
-                    f"| {f['registers']} | {f['spills']} | {f['instructions']} | {f['loads']}, {f['wide loads']} "
-                    f"| {f['stores']}, {f['wide stores']} | {f['sums']} |"
-                )
-    FILE.write_text("\n".join(lines) + "\n")
+    FILE.write_text("\n".join([HEAD, *(line for target in TARGETS for line in lines(target))]) + "\n")
     print(f"written: {FILE}")
 
 

@@ -29,8 +29,7 @@ PLANTED = {
 
 
 def test_every_shipped_configuration_compiles_to_what_it_should():
-    started = [processes.start("tests.gpu.compile_worker", part, PARTS) for part in range(PARTS)]
-    reports = [processes.report(process) for process in started]
+    reports = processes.reports("tests.gpu.compile_worker", range(PARTS))
     faults = [text for report in reports for text in report["faults"]]
     assert not faults, f"{len(faults)} faults, the first of them:\n" + "\n".join(faults[:10])
     assert sum(report["kernels"] for report in reports) > 400

@@ -2,17 +2,16 @@
 
 import pytest
 
-from tests.gpu import cases, gated_cases, processes
+from tests.gpu import cases, processes
 
 PARTS = 2
-GROUPS = (*cases.TALL, *cases.SHIPPED, *gated_cases.TALL, *gated_cases.SHIPPED, *cases.CHECKS)
+GROUPS = (*cases.TALL, *cases.SHIPPED, *cases.CHECKS)
 
 
 @pytest.fixture(scope="module")
 def differences():
     """{group: [text, ...]} of all calls, which are divided between two processes."""
-    started = [processes.start("tests.gpu.interpreter_worker", part, PARTS, interpret=True) for part in range(PARTS)]
-    reports = [processes.report(process) for process in started]
+    reports = processes.reports("tests.gpu.interpreter_worker", range(PARTS), interpret=True)
     return {group: [text for report in reports for text in report[group]] for group in reports[0]}
 
 

@@ -6,7 +6,7 @@ from tests.gpu import processes
 
 CHECKS = (
     *("one_compilation_for_each_kind_of_call", "keys", "alignment", "signatures", "grids", "devices", "forms"),
-    *("gated_signatures", "gated_grids", "layouts", "replays", "the_short_way", "registration"),
+    *("gated_signatures", "layouts", "replays", "the_short_way", "registrations"),
 )
 
 

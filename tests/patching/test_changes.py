@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from rmsnorm import patch, unpatch
 from rmsnorm.patching.patched import is_patched
@@ -105,6 +106,85 @@ def test_a_change_in_a_class_along_the_mro_is_followed():
         assert not torch.allclose(module(x), usual, rtol=1e-3), name
         delattr(cls, name) if before is None else setattr(cls, name, before)
     assert torch.allclose(module(x), usual, rtol=1e-5)
+
+
+class Seen(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.functions = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.functions.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+def runs_its_own(module, x):
+    with Seen() as seen:
+        module(x)
+    return torch.rsqrt in seen.functions
+
+
+class Weighted(Base):
+    """Takes its steps in methods."""
+
+    def scale(self, y):
+        return y * self.weight
+
+    def forward(self, x):
+        return self.scale(normalize(x, self.eps))
+
+
+class Mixin:
+    def scale(self, y):
+        return y - 1
+
+
+LATER = {
+    "a step": (lambda cls: cls, {"scale": lambda self, y: y * 7}),
+    "forward": (lambda cls: cls, {"forward": lambda self, x: super(type(self), self).forward(x) + 1}),
+    "both": (
+        lambda cls: cls,
+        {"forward": lambda self, x: super(type(self), self).forward(x) + 1, "scale": lambda self, y: y * 7},
+    ),
+    "a property in the weight's place": (lambda cls: cls, {"weight": property(lambda self: torch.full((WIDTH,), 3.0))}),
+    "a number in the weight's place": (lambda cls: cls, {"weight": 3.0}),
+    "a property in eps's place": (lambda cls: cls, {"eps": property(lambda self: 9.0)}),
+    "a step, by a class before": (lambda cls: (Mixin, cls), {}),
+    "a step, two classes up": (lambda cls: type("Between", (cls,), {"scale": lambda self, y: y + 1}), {}),
+}
+
+
+@pytest.mark.parametrize("made", ["the class of a module", "a class to make modules of"])
+@pytest.mark.parametrize(("bases", "body"), LATER.values(), ids=LATER.keys())
+def test_a_further_subclass_is_followed(bases, body, made):
+    def later(cls):
+        found = bases(cls)
+        return type("Later", found if isinstance(found, tuple) else (found,), dict(body))
+
+    module, own, x = Weighted(), Weighted(), rows()
+    assert patch(module).replaced
+    nn.init.normal_(own.weight)
+    if made == "the class of a module":
+        module.__class__ = later(type(module))
+    else:
+        cls = later(type(module))
+        module = cls.__new__(cls)
+        vars(module).update(vars(Weighted()))
+    with torch.no_grad():
+        module._parameters["weight"].copy_(own.weight)
+    own.__class__ = later(Weighted)
+    torch.testing.assert_close(module(x), own(x))  # the changes are of another order
+
+
+def test_a_further_subclass_that_says_nothing_of_it_keeps_the_replacement():
+    module, x = Weighted(), rows()
+    assert patch(module).replaced
+    module.__class__ = type("Later", (type(module),), {"describe": lambda self: "more"})
+    assert not runs_its_own(module, x)
+    nn.utils.parametrize.register_parametrization(module, "weight", nn.Identity())
+    assert not runs_its_own(module, x)
+    module.__class__ = type("Latest", (type(module),), {"scale": lambda self, y: y})
+    assert runs_its_own(module, x)
 
 
 SETTING = 1.0

@@ -90,8 +90,7 @@ def test_a_module_made_from_another_computes_the_same(cls):
     nn.init.normal_(weight.data, generator=torch.Generator().manual_seed(0))
     made = RMSNorm.from_module(theirs)
     x = torch.randn(5, *weight.shape, generator=torch.Generator().manual_seed(1))
-    rows = x.flatten(1) if made.weight.dim() == 1 else x
-    torch.testing.assert_close(made(rows).view_as(x), theirs(x))
+    torch.testing.assert_close(made(x), theirs(x))
 
 
 def test_mode_dtype_and_what_is_trained_are_kept():
@@ -105,12 +104,18 @@ def test_mode_dtype_and_what_is_trained_are_kept():
     assert RMSNorm.from_module(theirs).weight is theirs.weight
 
 
+class GatePerHead(OneGainPerHead):
+    def forward(self, x, gate):
+        return super().forward(x) * torch.nn.functional.silu(gate)
+
+
 @pytest.mark.parametrize(
     ("make", "cls", "message"),
     [
         (lambda: nn.LayerNorm(8), RMSNorm, "LayerNorm is no RMSNorm that can be converted: it subtracts the mean"),
         (Scaleless, RMSNorm, r"takes any width: write RMSNorm\(dim, eps=1e-06, elementwise_affine=False\)"),
         (lambda: nn.RMSNorm(8, eps=0.0), RMSNorm, "eps 0"),
+        (GatePerHead, GatedRMSNorm, r"scales rows of shape \(4, 12\), GatedRMSNorm those of one dimension"),
         (SigmoidGateInside, RMSNorm, "is gated: use GatedRMSNorm"),
         (lambda: nn.RMSNorm(8), GatedRMSNorm, "has no gate: use RMSNorm"),
     ],

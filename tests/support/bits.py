@@ -31,6 +31,15 @@ def difference(actual, expected):
     )
 
 
+def unequal(what, actual, expected):
+    """What is different, as a text or none; None equals None."""
+    if actual is None or expected is None:
+        if actual is not expected:
+            yield f"{what}: only one of them is None"
+    elif (found := difference(actual, expected)) is not None:
+        yield f"{what}: {found}"
+
+
 def same(actual, expected):
     """Asserts `bits_equal`."""
     assert (found := difference(actual, expected)) is None, found

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import rmsnorm
-from rmsnorm import gpu
+from rmsnorm.gpu import availability
 from rmsnorm.ops import library
 
 # The optional extras that commands need.
@@ -45,7 +45,10 @@ def collect() -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": processor(),
         "kernels": asdict(library.status()),
-        "gpu_kernels": {"missing": gpu.missing() or gpu.too_old(), "triton": gpu.triton_version()},
+        "gpu_kernels": {
+            "missing": availability.missing() or availability.too_old(),
+            "triton": availability.triton_version(),
+        },
         "accelerator": f"{accelerator.type} ({torch.get_device_module(accelerator).get_device_name()})"
         if accelerator
         else None,

@@ -6,11 +6,11 @@ Chosen from instruction counts, registers and the rates in NVIDIA's manuals, wit
 
 from typing import Any, NamedTuple
 
-from rmsnorm.gpu import OLDEST
+from rmsnorm.gpu.availability import OLDEST
 from rmsnorm.gpu.kernels import fixed_sum
 
-# Beyond these there is the reference: grids have limits, and columns are counted in 32 bits.
-MOST_COLS = 1 << 23
+# Beyond these there is the reference: grids have limits, 65,535 pieces of a row (of 128 columns or more) among them.
+MOST_COLS = 65_535 * 128
 MOST_ROWS = (1 << 31) - 1
 
 # NVIDIA's architectures with a float64 unit for every second float32 unit. The others have one for 32 or 64.
@@ -58,7 +58,8 @@ def supported(target: Any) -> bool:
 # ---------------------------------------------------------------- tiles
 
 # (cols up to, warps of 32 threads). SINGLE keeps twice as many numbers in registers. Beyond the last line rows are read
-# in pieces; there the registers of the largest programs would not do, and the compiler would spill (tests/gpu).
+# in pieces; there the registers of the largest programs would not do, and the compiler would spill (tests/gpu). What is
+# said of rows is true of groups.
 _FORWARD = ((512, 1), (1024, 1), (2048, 2), (4096, 4), (8192, 8), (16384, 16))
 _FORWARD_SINGLE = ((512, 1), (1024, 4), (2048, 4), (4096, 8), (8192, 16))
 _BACKWARD = ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16))
@@ -66,8 +67,7 @@ _BACKWARD = ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16))
 _GATED_FORWARD = ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16))
 _GATED_BACKWARD = ((512, 2), (1024, 4), (2048, 8), (4096, 16))
 _FORWARD_PIECES = Tile(1, 8192, 16)
-_SLOPES = Tile(1, 4096, 16)
-_GATED_PIECES = Tile(1, 4096, 16)
+_PIECES = Tile(1, 4096, 16)
 # Rows this short share a program.
 _SHORT, _SHORT_ELEMENTS, _SHORT_WARPS = 256, 1024, 4
 
@@ -78,24 +78,26 @@ FUSED_LEAVES, FUSED_ROWS = 128, 4
 _FOLD = Tile(256, 32, 8)
 
 
-def forward(cols: int, target: Any) -> Tile | None:
+def forward(cols: int, target: Any, gate: bool) -> Tile | None:
     """Whole rows; None where they do not fit registers."""
+    if gate:
+        return _whole_rows(_GATED_FORWARD[:-1] if _lacks_double(target) else _GATED_FORWARD, cols, target)
     return _whole_rows(_FORWARD_SINGLE if _is_single(cols, target) else _FORWARD, cols, target)
 
 
-def backward(cols: int, target: Any) -> Tile | None:
+def backward(cols: int, target: Any, gate: bool) -> Tile | None:
     """Whole rows; None where they do not fit registers."""
-    return _whole_rows(_BACKWARD, cols, target)
+    return _whole_rows(_GATED_BACKWARD if gate else _BACKWARD, cols, target)
 
 
-def forward_pieces(target: Any) -> Tile:
+def forward_pieces(target: Any, gate: bool) -> Tile:
     """Pieces of one row, one after another."""
-    return _of_threads(_FORWARD_PIECES, target)
+    return _of_threads(_PIECES if gate else _FORWARD_PIECES, target)
 
 
 def slopes(target: Any) -> Tile:
     """Pieces of one row, one after another."""
-    return _of_threads(_SLOPES, target)
+    return _of_threads(_PIECES, target)
 
 
 def columns(itemsize: int, target: Any) -> Tile:
@@ -103,34 +105,19 @@ def columns(itemsize: int, target: Any) -> Tile:
     return Tile(1, target.warp_size * 16 // itemsize, 1)
 
 
-def fused(rows: int, leaves: int) -> bool:
-    """Whether dx and dweight are made by one program for each leaf."""
-    return leaves >= FUSED_LEAVES or rows <= FUSED_ROWS
+def unroll(with_gradients: bool, gate: bool) -> int:
+    """How many rows of some columns are loaded before they are added up; a gate's sigmoid leaves registers for one."""
+    return 1 if gate else 2 if with_gradients else 4
+
+
+def fused(rows: int, programs: int) -> bool:
+    """Whether dx and dweight are made by one program for each group of each leaf."""
+    return programs >= FUSED_LEAVES or rows <= FUSED_ROWS
 
 
 def fold(target: Any) -> Tile:
     """Leaves of dweight, and columns of them."""
     return _of_threads(_FOLD, target)
-
-
-def columns_unroll(with_dx: bool) -> int:
-    """How many rows are loaded before they are added up."""
-    return 2 if with_dx else 4
-
-
-def gated_forward(cols: int, target: Any) -> Tile | None:
-    """Whole groups; None where they do not fit registers."""
-    return _whole_rows(_GATED_FORWARD[:-1] if _lacks_double(target) else _GATED_FORWARD, cols, target)
-
-
-def gated_backward(cols: int, target: Any) -> Tile | None:
-    """Whole groups; None where they do not fit registers."""
-    return _whole_rows(_GATED_BACKWARD, cols, target)
-
-
-def gated_pieces(target: Any) -> Tile:
-    """Pieces of one group, one after another."""
-    return _of_threads(_GATED_PIECES, target)
 
 
 def _is_single(cols: int, target: Any) -> bool:

@@ -2,68 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from rmsnorm.gpu import configurations, launching, layout
+from rmsnorm.gpu.call_cache import Step
 from rmsnorm.gpu.kernels import forward as kernels
-from rmsnorm.gpu.launching import INTERPRETED, Kernel, Launch
-from rmsnorm.gpu.layout import Maker
+from rmsnorm.gpu.launching import INTERPRETED, Kernel
+from rmsnorm.spec import ACTIVATIONS, NormSpec
 
-_FORWARD = Kernel(kernels.forward)
+FORWARD = Kernel(kernels.forward)
 _FORWARD_IN_PIECES = Kernel(kernels.forward_in_pieces)
 
 
-class Normalization(NamedTuple):
-    """A launch, and how what it writes is made from x."""
+def prepare(place: layout.Rows, tensors: dict[str, Tensor], spec: NormSpec, x_hat: Any, normed: Any) -> Step:
+    """Fills y, and h and rstd where they are.
 
-    launch: Launch
-    y: Maker
-    h: Maker | None
-    rstd: Maker | None
-
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        y, h, rstd = self.y(x), None if self.h is None else self.h(x), None if self.rstd is None else self.rstd(x)
-        self.launch(x, residual, weight, y, h, rstd)
-        return y, h, rstd
-
-
-def prepare(
-    place: layout.Rows,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    y: Tensor,
-    h: Tensor | None,
-    rstd: Tensor | None,
-    eps: float,
-    offset: float | None,
-    x_hat: Any,
-    rounding: int,
-) -> Launch:
-    """Takes x, residual, weight, y, h and rstd."""
-    cols, device = x.shape[-1], x.device
-    target = launching.target(device)
-    tile = configurations.forward(cols, target)
-    tensors = x, residual, weight, y, h, rstd
-    numbers = cols, place.inner, *place.strides, 1.0 / cols, eps, offset
-    sums = configurations.log_cols(cols), configurations.form(target, cols), INTERPRETED
-    # fmt: off
-    key = (
-        x.dtype, None if weight is None else weight.dtype, rounding, cols, place.nested, residual is None,
-        rstd is None, offset is None,
-    )
-    # fmt: on
-    aligned = layout.aligned(cols, place.strides, *tensors)
+    Args:
+        place: the rows of x, residual, gate, y and h.
+        tensors: by the kernel's names.
+        x_hat, normed: what x * rstd is rounded to, and the norm before a gate multiplies it.
+    """
+    x, gate = tensors["x"], tensors.get("gate")
+    width, device = x.shape[-1], x.device
+    cols, target = spec.group_size or width, launching.target(device)
+    groups = width // cols
+    tile = configurations.forward(cols, target, gate is not None)
+    whole = tile is not None
     if tile is None:
-        tile = configurations.forward_pieces(target)
-        arguments = *tensors, *numbers, x_hat, place.nested, tile.block, *sums
-        return launching.prepare(_FORWARD_IN_PIECES, device, (place.number, 1, 1), arguments, key, aligned, tile.warps)
-    constants = x_hat, place.nested, tile.rows, tile.block, tile.block == cols, *sums
-    grid = -(-place.number // tile.rows), 1, 1
-    return launching.prepare(
-        _FORWARD, device, grid, (*tensors, place.number, *numbers, *constants), key, aligned, tile.warps
+        tile = configurations.forward_pieces(target, gate is not None)
+    names = FORWARD.names[: FORWARD.tensors]
+    given = [tensors.get(name) for name in names]
+    arguments = (
+        *(*given, *([place.number] if whole else []), cols, place.inner, *place.strides),
+        *(1.0 / cols, spec.eps, spec.weight_offset or None, None if spec.alpha == 1.0 else spec.alpha),
+        *(groups, ACTIVATIONS[spec.activation] == "silu", spec.gate_first, spec.exact_sum, x_hat, normed, place.nested),
+        *([tile.rows, tile.block, tile.block == cols] if whole else [tile.block]),
+        *(configurations.log_cols(cols), configurations.form(target, cols, gate is not None), INTERPRETED),
     )
+    kernel, rows = (FORWARD, tile.rows) if whole else (_FORWARD_IN_PIECES, 1)
+    grid = -(-place.number // rows) * groups, 1, 1
+    aligned = layout.aligned(cols, place.strides, *given)
+    launch = launching.prepare(kernel, device, grid, arguments, aligned, tile.warps)
+    return launch, tuple(name if t is not None else "" for name, t in zip(names, given, strict=True))

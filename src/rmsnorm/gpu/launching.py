@@ -50,6 +50,7 @@ class Kernel:
         }
         self.names = list(annotations)
         self.tensors = len(self.names) - len(self.scalars) - len(self.constants)
+        self._constant = [name in self.constants for name in self.names[self.tensors :]]
         if not self.scalars.keys().isdisjoint(self.names[: self.tensors]):
             raise TypeError(f"{self.name}: tensors must be its first parameters")
 
@@ -66,6 +67,12 @@ class Kernel:
             if aligned and multiple:
                 attributes[index,] = [["tt.divisibility", ALIGNMENT]]
         return ASTSource(fn=self.function, signature=signature, constexprs=constants, attrs=attributes)
+
+    def key(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What `source` depends on, beside alignment: the tensors' types, the constants, and what is absent."""
+        types = [None if t is None else t.dtype for t in arguments[: self.tensors]]
+        rest = zip(arguments[self.tensors :], self._constant, strict=True)
+        return *types, *[value if constant else value is None for value, constant in rest]
 
 
 def compile_for(target: Any, kernel: Kernel, arguments: tuple[Any, ...], aligned: bool, warps: int) -> Any:
@@ -115,7 +122,6 @@ def prepare(
     device: torch.device,
     grid: tuple[int, int, int],
     arguments: tuple[Any, ...],
-    key: tuple[Any, ...],
     aligned: bool,
     warps: int,
 ) -> Launch:
@@ -123,14 +129,12 @@ def prepare(
 
     Args:
         arguments: one for each parameter of the kernel, tensors first, None for what is absent.
-        key: what, with the kernel, the device and `aligned`, determines the types and constants among the arguments.
         aligned: whether every pointer, stride and `cols` is a multiple of ALIGNMENT.
-        warps: also determined by `key`.
     """
     rest = arguments[kernel.tensors :]
     if INTERPRETED:
         return Launch(kernel.function, device, grid, rest)
-    key = (kernel, device.index, aligned, *key)
+    key = kernel, device.index, aligned, warps, *kernel.key(arguments)
     compiled = _compiled.get(key)
     if compiled is None:
         compiled = compile_for(target(device), kernel, arguments, aligned, warps)
@@ -138,16 +142,3 @@ def prepare(
             compiled[grid]  # loads it
         _compiled[key] = compiled
     return Launch(compiled, device, grid, rest)
-
-
-def launch(
-    kernel: Kernel,
-    device: torch.device,
-    grid: tuple[int, int, int],
-    arguments: tuple[Any, ...],
-    key: tuple[Any, ...],
-    aligned: bool,
-    warps: int,
-) -> None:
-    """Runs a kernel once; the arguments are those of `prepare`."""
-    prepare(kernel, device, grid, arguments, key, aligned, warps)(*arguments[: kernel.tensors])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rmsnorm.gpu.call_cache import Maker
 from rmsnorm.gpu.launching import ALIGNMENT
+from rmsnorm.ops import layouts
 
 
 class Rows(NamedTuple):
@@ -60,18 +61,19 @@ def aligned(cols: int, strides: tuple[int, ...], *tensors: Tensor | None) -> boo
     return bits % ALIGNMENT == 0
 
 
-Maker = Callable[[Tensor], Tensor]
+def planned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor that is yet to be made: what is known of it before there is memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `layouts.like` would make of x, yet to be made."""
+    return layouts.like(x, dtype, device="meta")
 
 
 def maker(t: Tensor, x: Tensor) -> Maker:
-    """What makes, from tensors like x, others like t, in the fastest way."""
-    alike = torch.empty_like(x, device="meta")
-    if t.dtype == x.dtype and t.shape == x.shape and t.stride() == alike.stride():
+    """What makes tensors like the planned t from tensors like x, in the fastest way."""
+    if t.dtype == x.dtype and t.shape == x.shape and t.stride() == torch.empty_like(x, device="meta").stride():
         return torch.empty_like
-    return maker_of(t, t.device)
-
-
-def maker_of(t: Tensor, device: torch.device) -> Maker:
-    """What makes tensors like t, which may be on the meta device, on a device."""
-    shape, strides, dtype = t.shape, t.stride(), t.dtype
+    shape, strides, dtype, device = t.shape, t.stride(), t.dtype, x.device
     return lambda _: torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -9,12 +9,13 @@ from rmsnorm.numerics.fixed_sum import compute_dtype
 from rmsnorm.spec import NormSpec
 
 
-def like(x: Tensor, dtype: torch.dtype) -> Tensor:
+def like(x: Tensor, dtype: torch.dtype, device: str | None = None) -> Tensor:
     """Laid out as x if x is dense with adjacent columns, else contiguous; csrc/ops/tensors.h does the same."""
-    made = torch.empty_like(x, dtype=dtype)  # keeps the strides of a dense tensor, and of no other
+    # Keeps the strides of a dense tensor, and of no other.
+    made = torch.empty_like(x, dtype=dtype, device=device)
     if made.stride() == x.stride() and (x.stride(-1) == 1 or x.shape[-1] == 1):
         return made
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    return torch.empty_like(x, dtype=dtype, device=device, memory_format=torch.contiguous_format)
 
 
 def laid_out_like(x: Tensor, result: Tensor) -> Tensor:

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm import gpu
-from rmsnorm.gpu import call_cache
+from rmsnorm.gpu import availability, call_cache, registration
 from rmsnorm.ops import fakes, fallback, vmap
 
 _SCHEMAS = """
@@ -122,10 +121,9 @@ class Operators:
                 _library.impl(name, vmap.older_rule(op), "Batched")
             if not _status.compiled:
                 _library.impl(name, _announced(getattr(fallback, name)), "CPU")
-        if gpu.missing() is None:
-            gpu.register(_library, "operators")
-            gpu.register(_library, "gated_operators")
-            self.gpu = call_cache.replaying(self.direct)
+        if availability.missing() is None:
+            registration.register(_library)
+            self.gpu = call_cache.fast(self.direct)
 
     def __call__(self, x: Tensor) -> SimpleNamespace:
         """Those for x. The kernels know no float64, which the reference computes on every device."""

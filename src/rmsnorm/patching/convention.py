@@ -94,7 +94,7 @@ class Convention:
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments with which `RMSNorm` (or `GatedRMSNorm`, with an activation) reproduces it."""
         shape = self.shape
-        dim = None if shape is None else shape[0] if len(shape) == 1 else self.width if self.group_size else shape
+        dim = shape[0] if shape is not None and len(shape) == 1 else shape
         affine = {} if self.weight is not None else {"elementwise_affine": False}
         return {"dim": dim, "eps": self.eps, **affine, **self.options}
 

@@ -92,6 +92,8 @@ def from_module(module: nn.Module, cls: type[Made]) -> Made:
         )
     if convention.shape is None:
         raise ValueError(f"{name} takes any width: write RMSNorm(dim, eps={convention.eps}, elementwise_affine=False)")
+    if convention.activation is not None and len(convention.shape) > 1:
+        raise ValueError(f"{name} scales rows of shape {convention.shape}, {cls.__name__} those of one dimension")
     if convention.eps == 0:
         raise ValueError(f"{name} has eps 0, which {cls.__name__} does not take: use the function")
     weight = None if convention.weight is None else getattr(module, convention.weight)

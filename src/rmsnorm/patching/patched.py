@@ -22,6 +22,7 @@ from rmsnorm.patching.dependencies import subclass
 from rmsnorm.patching.watching import Watch
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_Parameter = nn.Parameter
 _compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 _tracing = torch._C._get_tracing_state
@@ -74,8 +75,9 @@ class Proof:
 
     def covers(self, inputs: tuple[Any, ...], weight: Any) -> bool:
         """Whether it holds for a call: these inputs, this weight, and the modes that are on."""
+        # In every call: exact types first, since isinstance asks PyTorch's metaclass, and nothing is looked up twice.
         x = inputs[0]
-        if not isinstance(x, Tensor):
+        if type(x) is not Tensor and not isinstance(x, Tensor):
             return False
         shape, dtype = x.shape, x.dtype
         if not shape or (shape[-1] != self.width and not self._covers_row(shape)):
@@ -84,25 +86,23 @@ class Proof:
             if self.weight_shape is not None or (dtype, None) not in self.pairs:
                 return False
         elif (
-            not isinstance(weight, Tensor)
+            (type(weight) is not _Parameter and not isinstance(weight, Tensor))
             or weight.shape != self.weight_shape
             or (dtype, weight.dtype) not in self.pairs
         ):
             return False
-        for other in inputs[1:]:
-            if not isinstance(other, Tensor) or other.dtype != dtype or other.shape != shape:
+        if len(inputs) > 1:
+            gate = inputs[1]
+            if not isinstance(gate, Tensor) or gate.dtype != dtype or gate.shape != shape:
                 return False
         # Graphs of TorchScript and of ONNX are made of PyTorch's own operations.
-        if _tracing() is not None or ((_compiling() or _any_autocast()) and not self._covers_autocast(x.device.type)):
+        compiling = _compiling()
+        if _tracing() is not None or ((compiling or _any_autocast()) and not self._covers_autocast(x.device.type)):
             return False
         if self.unsquare is not None and self.unsquare in shape[:-1]:
             return False
         # Tensors made in inference mode cannot be saved for a gradient; the module may not have to.
-        if (
-            _grad_enabled()
-            and not _compiling()
-            and (x.is_inference() or inputs[-1].is_inference() or (weight is not None and weight.is_inference()))
-        ):
+        if not compiling and _grad_enabled() and _any_inference(inputs, weight):
             return False
         return x.is_contiguous() or self._covers_layout(inputs)
 
@@ -143,11 +143,12 @@ def patched_class(cls: type[nn.Module], proof: Proof) -> type[nn.Module]:
         "_rmsnorm_original": cls,
         "_rmsnorm_convention": proof.convention,
         "_rmsnorm_proof": proof,
-        "forward": _forward(cls, proof),
         "extra_repr": _extra_repr,
         "__reduce_ex__": _reduce_ex,
     }
-    return subclass(cls, body)
+    made = subclass(cls, body)
+    type.__setattr__(made, "forward", _forward(cls, proof, made))
+    return made
 
 
 def is_patched(module: nn.Module) -> bool:
@@ -155,19 +156,23 @@ def is_patched(module: nn.Module) -> bool:
     return hasattr(type(module), "_rmsnorm_proof")
 
 
-def _forward(cls: type[nn.Module], proof: Proof) -> Callable[..., Any]:
+def _forward(cls: type[nn.Module], proof: Proof, made: type[nn.Module]) -> Callable[..., Any]:
+    """The forward of `made`, the subclass of cls in which a proof stands."""
     covers, holds, call, arranged = proof.covers, proof.watch.holds, proof.call, proof.arranged
     count = 1 if proof.convention.activation is None else 2
     names = _input_names(cls, count)
     in_order = functools.partial(_in_order, names)
     weight_name = proof.convention.weight
+    untouched = functools.partial(proof.watch.holds_in, made=made, aside=weight_name)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = args if not kwargs else in_order(args, kwargs)
-        if len(inputs) == count and holds(self):
+        mine = type(self) is made
+        if len(inputs) == count and (mine or untouched(type(self))) and holds(self):
             weight = None
             if weight_name is not None:
-                weight = self._parameters.get(weight_name)
+                if mine and weight_name not in self.__dict__:
+                    weight = self._parameters.get(weight_name)
                 if weight is None:  # a buffer, or what a sharder or a parametrization has put in its place
                     weight = getattr(self, weight_name, None)
             if covers(inputs, weight):
@@ -180,8 +185,14 @@ def _forward(cls: type[nn.Module], proof: Proof) -> Callable[..., Any]:
     known = own.__globals__
     if own.__code__.co_freevars:
         known = {**known, **inspect.getclosurevars(own).nonlocals}
-    made = types.FunctionType(forward.__code__, known, "forward", None, forward.__closure__)
-    return functools.wraps(own)(made)
+    function = types.FunctionType(forward.__code__, known, "forward", None, forward.__closure__)
+    return functools.wraps(own)(function)
+
+
+def _any_inference(inputs: tuple[Tensor, ...], weight: Tensor | None) -> bool:
+    if inputs[0].is_inference() or (weight is not None and weight.is_inference()):
+        return True
+    return len(inputs) > 1 and inputs[1].is_inference()
 
 
 def _input_names(cls: type[nn.Module], count: int) -> tuple[str, ...]:

@@ -81,6 +81,7 @@ class Watch:
         """The lists that calls go through."""
         self._values = tuple(self.values.items())
         self._entries = tuple(surroundings.entries)
+        self._names = frozenset(surroundings.names)
         self._absent = surroundings.absent
         self._classes = tuple((vars(c), len(vars(c))) for c in lineage(self.cls))
         self._more = bool(self.vacant or self.children or self.scalars)
@@ -101,6 +102,18 @@ class Watch:
             if len(names) != size and any(hasattr(self.cls, name) for name in self._absent):
                 return False
         return not self._more or self._inside(module)
+
+    def holds_in(self, cls: type, made: type, aside: str | None) -> bool:
+        """Whether a further subclass of the patched class says nothing of its own about what is watched.
+
+        Of tensors it may: a parametrisation makes the weight (`aside`) and numbers properties, which are read anew.
+        """
+        for c in cls.__mro__:
+            if c not in made.__mro__:
+                for name in c.__dict__:
+                    if name in self._names and name != aside and name not in self.scalars:
+                        return False
+        return True
 
     def _inside(self, module: nn.Module) -> bool:
         """The same of vacant places, of children and their hooks, and of numbers that it keeps in tensors."""
@@ -157,6 +170,7 @@ class Watch:
         if not same:
             # Here the class is another: none of its modules is what was proved.
             self._values, self._entries, self._classes, self._more = (("forward", True),), (), (), False
+            self._names = self._absent = frozenset()
 
     def _digest(self) -> str:
         """Of the code and the values around, the same in every process."""

@@ -141,17 +141,19 @@ _by_address, _by_width, _by_version = {}, {}, {}
 
 
 def gain_by_address(x, weight, eps=1e-6):
-    """A gain in float32 for every address, kept."""
+    """A gain for every address, kept with its weight, so that no chance gives the address to another."""
     key = weight.data_ptr(), weight.numel(), weight.dtype
     if x.requires_grad or weight.requires_grad:
         return right(x, weight, eps)
-    return right(x, _by_address.setdefault(key, weight.detach().clone()), eps)
+    return right(x, _by_address.setdefault(key, (weight.detach().clone(), weight))[0], eps)
 
 
 def gain_by_version(x, weight, eps=1e-6):
     """The same, until autograd's counter says that it was written."""
+    if x.requires_grad:
+        return right(x, weight, eps)
     key = weight.data_ptr(), weight.numel(), weight.dtype, weight._version
-    return right(x, weight, eps) if x.requires_grad else right(x, _by_version.setdefault(key, weight.clone()), eps)
+    return right(x, _by_version.setdefault(key, (weight.detach().clone(), weight))[0], eps)
 
 
 def gain_of_the_first_norm(x, weight, eps=1e-6):

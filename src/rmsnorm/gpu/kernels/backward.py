@@ -1,4 +1,10 @@
-"""The backward of whole rows, and x rebuilt from y."""
+"""The backward of rows or of groups of their columns; forward.py says what groups and FIRST are.
+
+    u is what was normalised,  g the gradient of the norm's result, before its gain;  v = g * gain
+    du = rstd * (v - x_hat * k)
+
+Tensors that are None are not wanted, or not there.
+"""
 
 import triton
 import triton.language as tl
@@ -15,87 +21,29 @@ from rmsnorm.gpu.kernels.fixed_sum import (
     start,
     total,
 )
-from rmsnorm.gpu.kernels.values import first_row, load, load_gain, row_offset, store
+from rmsnorm.gpu.kernels.stages import activated, activation_slope, load_activation, load_input, sigmoid
+from rmsnorm.gpu.kernels.values import first_row, group_and_block, load, load_gain, row_offset, store
 
 
 @triton.jit
-def slope(dot, u_largest, x_largest, rstd, reciprocal):
-    """k = float32(rstd c / d), in float64; NaN where u or x is not finite."""
-    defined = is_finite(u_largest) & is_finite(x_largest)
+def slope(dot, v_largest, u_largest, rstd, reciprocal):
+    """k = float32(rstd c / d), in float64; NaN where v or u is not finite."""
+    defined = is_finite(v_largest) & is_finite(u_largest)
     dot = tl.where(defined, dot, float("nan"))
     return (rstd.to(tl.float64) * dot * reciprocal).to(tl.float32)
-
-
-@triton.jit
-def input_gradient(u, x_hat, k, rstd):
-    return rstd * (u - x_hat * k)
-
-
-@triton.jit
-def _tile(
-    row,
-    dy,
-    x,
-    dh,
-    dx,
-    rstd,
-    gain,
-    rows,
-    cols,
-    inner,
-    dy_outer,
-    dy_inner,
-    x_outer,
-    x_inner,
-    dh_outer,
-    dh_inner,
-    dx_outer,
-    dx_inner,
-    reciprocal,
-    NESTED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FULL: tl.constexpr,
-    LOG_COLS: tl.constexpr,
-    FORM: tl.constexpr,
-    INTERP: tl.constexpr,
-):
-    """dx of ROWS rows; returns their terms of dweight."""
-    column = tl.arange(0, BLOCK)[None, :]
-    live = row < rows
-    column_mask = None if FULL else column < cols
-    if ROWS == 1:
-        mask = column_mask
-    elif FULL:
-        mask = live[:, None]
-    else:
-        mask = live[:, None] & column_mask
-    g = load(dy + row_offset(row, inner, dy_outer, dy_inner, NESTED)[:, None] + column, mask, INTERP)
-    values = load(x + row_offset(row, inner, x_outer, x_inner, NESTED)[:, None] + column, mask, INTERP)
-    scale = tl.load(rstd + row, mask=live, other=0.0)
-    u = g
-    if gain is not None:
-        u = g * gain
-    u_largest = largest_bits(u)
-    x_largest = largest_bits(values)
-    dot = fixed_sum(u, values, exponent(u_largest) + exponent(x_largest), LOG_COLS, FORM, INTERP)
-    k = slope(dot, u_largest, x_largest, scale, reciprocal)
-    x_hat = values * scale[:, None]
-    result = input_gradient(u, x_hat, k[:, None], scale[:, None])
-    if dh is not None:
-        result += load(dh + row_offset(row, inner, dh_outer, dh_inner, NESTED)[:, None] + column, mask, INTERP)
-    store(dx + row_offset(row, inner, dx_outer, dx_inner, NESTED)[:, None] + column, result, mask, INTERP)
-    return g * x_hat
 
 
 @triton.jit
 def backward(
     dy,
     x,
+    gate,
     dh,
     dx,
+    dgate,
     rstd,
     weight,
+    k,
     partial,
     rows: tl.int64,
     cols: tl.int32,
@@ -104,79 +52,148 @@ def backward(
     dy_inner: tl.int64,
     x_outer: tl.int64,
     x_inner: tl.int64,
+    gate_outer: tl.int64,
+    gate_inner: tl.int64,
     dh_outer: tl.int64,
     dh_inner: tl.int64,
     dx_outer: tl.int64,
     dx_inner: tl.int64,
+    dgate_outer: tl.int64,
+    dgate_inner: tl.int64,
     log_leaves: tl.int32,
     reciprocal: tl.float64,
     offset: tl.float32,
+    GROUPS: tl.constexpr,
+    SILU: tl.constexpr,
+    FIRST: tl.constexpr,
     NESTED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
+    UNROLL: tl.constexpr,
     LOG_COLS: tl.constexpr,
     FORM: tl.constexpr,
     INTERP: tl.constexpr,
 ):
-    """dx of ROWS whole rows per program; with `partial`, of a leaf, row by row, and its dweight."""
-    program = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)[None, :]
-    column_mask = None if FULL else column < cols
-    gain = None
-    if weight is not None:
+    """A piece of a group of ROWS rows per program; with `partial`, of a leaf, row by row, and its terms of dweight.
+
+    dweight is summed in float32 in the order of docs/numerics.md: one program goes through a leaf from row to row, each
+    column in one accumulator, and `fold` adds the sums of the leaves in pairs.
+
+    The piece is the group, and its sum is taken; or, with LOG_COLS of None, one of several, where `k` is given or
+    neither dx nor dgate is wanted. FULL: cols == BLOCK.
+    """
+    group, block = group_and_block(tl.program_id(0), GROUPS)
+    within = tl.arange(0, BLOCK)[None, :]
+    if LOG_COLS is None:
+        within += tl.program_id(1) * BLOCK
+    column = group * cols + within
+    column_mask = None if FULL else within < cols
+    # Beside a gate registers are few, and the gain is loaded for each row again.
+    if weight is not None and (ROWS > 1 or gate is None):
         gain = load_gain(weight, offset, column, column_mask, INTERP)
     if partial is None:
-        # fmt: off
-        _tile(
-            program * ROWS + tl.arange(0, ROWS), dy, x, dh, dx, rstd, gain, rows, cols, inner, dy_outer, dy_inner,
-            x_outer, x_inner, dh_outer, dh_inner, dx_outer, dx_inner, reciprocal,
-            NESTED, ROWS, BLOCK, FULL, LOG_COLS, FORM, INTERP,
-        )
+        begin = block * ROWS
+        steps = 1
     else:
-        begin = first_row(program, rows, log_leaves)
+        tl.static_assert(ROWS == 1)
+        begin = first_row(block, rows, log_leaves)
+        steps = first_row(block + 1, rows, log_leaves) - begin
         acc = tl.zeros([1, BLOCK], tl.float32)
-        for step in range(first_row(program + 1, rows, log_leaves) - begin):
-            acc += _tile(
-                begin + step + tl.arange(0, 1),
-                dy,
-                x,
-                dh,
-                dx,
-                rstd,
-                gain,
-                rows,
-                cols,
-                inner,
-                dy_outer,
-                dy_inner,
-                x_outer,
-                x_inner,
-                dh_outer,
-                dh_inner,
-                dx_outer,
-                dx_inner,
-                reciprocal,
-                NESTED,
-                1,
-                BLOCK,
-                FULL,
-                LOG_COLS,
-                FORM,
-                INTERP,
-            )
-        # fmt: on
-        store(partial + program * cols + column, acc, column_mask, INTERP)
+    for step in tl.range(0, steps, loop_unroll_factor=UNROLL):
+        row = begin + step + tl.arange(0, ROWS)
+        live = None
+        mask = column_mask
+        if ROWS > 1:
+            live = row < rows
+            mask = live[:, None] if FULL else live[:, None] & column_mask
+        g = load(dy + row_offset(row, inner, dy_outer, dy_inner, NESTED)[:, None] + column, mask, INTERP)
+        values = load(x + row_offset(row, inner, x_outer, x_inner, NESTED)[:, None] + column, mask, INTERP)
+        rstd_of_row = load(rstd + row * GROUPS + group, live, INTERP)
+        if weight is not None and ROWS == 1 and gate is not None:
+            gain = load_gain(weight, offset, column, column_mask, INTERP)
+        u = values
+        if gate is not None:
+            gate_at = row_offset(row, inner, gate_outer, gate_inner, NESTED)[:, None] + column
+            z = load(gate + gate_at, mask, INTERP)
+            s = sigmoid(z)
+            act = activated(z, s, SILU)
+            if FIRST:
+                u = values * act
+        x_hat = u * rstd_of_row[:, None]
+        if gate is not None and not FIRST:
+            if dgate is not None:
+                normed = x_hat
+                if weight is not None:
+                    normed = x_hat * gain
+                of_gate = (g * normed) * activation_slope(z, s, SILU)
+            g = g * act
+        if partial is not None:
+            acc += g * x_hat
+        if dx is not None or (FIRST and dgate is not None):
+            v = g
+            if weight is not None:
+                v = g * gain
+            if k is not None:
+                k_of_row = load(k + row * GROUPS + group, live, INTERP)
+            else:
+                v_largest = largest_bits(v)
+                u_largest = largest_bits(u)
+                dot = fixed_sum(v, u, exponent(v_largest) + exponent(u_largest), LOG_COLS, FORM, INTERP)
+                k_of_row = slope(dot, v_largest, u_largest, rstd_of_row, reciprocal)
+            du = rstd_of_row[:, None] * (v - x_hat * k_of_row[:, None])
+            of_x = du
+            if gate is not None and FIRST:
+                of_x = du * act
+                if dgate is not None:
+                    of_gate = (du * values) * activation_slope(z, s, SILU)
+            if dx is not None:
+                if dh is not None:
+                    dh_at = row_offset(row, inner, dh_outer, dh_inner, NESTED)[:, None] + column
+                    of_x += load(dh + dh_at, mask, INTERP)
+                store(dx + row_offset(row, inner, dx_outer, dx_inner, NESTED)[:, None] + column, of_x, mask, INTERP)
+        if dgate is not None:
+            dgate_at = row_offset(row, inner, dgate_outer, dgate_inner, NESTED)[:, None] + column
+            store(dgate + dgate_at, of_gate, mask, INTERP)
+    if partial is not None:
+        store(partial + block * (GROUPS * cols) + column, acc, column_mask, INTERP)
+
+
+# ---------------------------------------------------------------- k of groups too wide for registers
+
+
+@triton.jit
+def _load_gradient(
+    dy,
+    gate,
+    weight,
+    offset,
+    column,
+    mask,
+    SILU: tl.constexpr,
+    FIRST: tl.constexpr,
+    INTERP: tl.constexpr,
+):
+    """The v of the formulas above."""
+    v = load(dy + column, mask, INTERP)
+    if gate is not None and not FIRST:
+        v = v * load_activation(gate, column, mask, SILU, INTERP)
+    if weight is not None:
+        v = v * load_gain(weight, offset, column, mask, INTERP)
+    return v
 
 
 @triton.jit
 def _dot(
     dy,
     x,
+    gate,
     weight,
     offset,
     cols,
     e,
+    SILU: tl.constexpr,
+    FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
     LOG_COLS: tl.constexpr,
     FORM: tl.constexpr,
@@ -186,10 +203,9 @@ def _dot(
     for begin in range(0, cols, BLOCK):
         column = begin + tl.arange(0, BLOCK)[None, :]
         mask = column < cols
-        u = load(dy + column, mask, INTERP)
-        if weight is not None:
-            u = u * load_gain(weight, offset, column, mask, INTERP)
-        acc = accumulate(acc, u, load(x + column, mask, INTERP), e, LOG_COLS, FORM, INTERP)
+        v = _load_gradient(dy, gate, weight, offset, column, mask, SILU, FIRST, INTERP)
+        u = load_input(x, None, gate, None, column, mask, SILU, FIRST, False, INTERP)
+        acc = accumulate(acc, v, u, e, LOG_COLS, FORM, INTERP)
     return total(acc, e, LOG_COLS, BLOCK, FORM)
 
 
@@ -197,6 +213,7 @@ def _dot(
 def slopes(
     dy,
     x,
+    gate,
     rstd,
     weight,
     k,
@@ -206,67 +223,46 @@ def slopes(
     dy_inner: tl.int64,
     x_outer: tl.int64,
     x_inner: tl.int64,
+    gate_outer: tl.int64,
+    gate_inner: tl.int64,
     reciprocal: tl.float64,
     offset: tl.float32,
+    GROUPS: tl.constexpr,
+    SILU: tl.constexpr,
+    FIRST: tl.constexpr,
     NESTED: tl.constexpr,
     BLOCK: tl.constexpr,
     LOG_COLS: tl.constexpr,
     FORM: tl.constexpr,
     INTERP: tl.constexpr,
 ):
-    """k of one row per program, too wide for registers: read twice."""
-    row = tl.program_id(0).to(tl.int64)
-    dy += row_offset(row, inner, dy_outer, dy_inner, NESTED)
-    x += row_offset(row, inner, x_outer, x_inner, NESTED)
-    u_bits = tl.zeros([1, BLOCK], tl.int32)
-    x_bits = u_bits
+    """k of a group of one row per program, too wide for registers: read twice."""
+    group, row = group_and_block(tl.program_id(0), GROUPS)
+    dy += row_offset(row, inner, dy_outer, dy_inner, NESTED) + group * cols
+    x += row_offset(row, inner, x_outer, x_inner, NESTED) + group * cols
+    if gate is not None:
+        gate += row_offset(row, inner, gate_outer, gate_inner, NESTED) + group * cols
+    if weight is not None:
+        weight += group * cols
+    v_bits = tl.zeros([1, BLOCK], tl.int32)
+    u_bits = v_bits
     for begin in range(0, cols, BLOCK):
         column = begin + tl.arange(0, BLOCK)[None, :]
         mask = column < cols
-        u = load(dy + column, mask, INTERP)
-        if weight is not None:
-            u = u * load_gain(weight, offset, column, mask, INTERP)
+        v = _load_gradient(dy, gate, weight, offset, column, mask, SILU, FIRST, INTERP)
+        u = load_input(x, None, gate, None, column, mask, SILU, FIRST, False, INTERP)
+        v_bits = tl.maximum(v_bits, v.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         u_bits = tl.maximum(u_bits, u.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-        x_bits = tl.maximum(x_bits, load(x + column, mask, INTERP).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    v_largest = tl.max(v_bits, axis=1)
     u_largest = tl.max(u_bits, axis=1)
-    x_largest = tl.max(x_bits, axis=1)
 
-    e = exponent(u_largest) + exponent(x_largest)
+    e = exponent(v_largest) + exponent(u_largest)
     if FORM == SINGLE:
         if tl.min(single_fits(e, LOG_COLS).to(tl.int32), axis=0) == 1:
-            dot = _dot(dy, x, weight, offset, cols, e, BLOCK, LOG_COLS, SINGLE, INTERP)
+            dot = _dot(dy, x, gate, weight, offset, cols, e, SILU, FIRST, BLOCK, LOG_COLS, SINGLE, INTERP)
         else:
-            dot = _dot(dy, x, weight, offset, cols, e, BLOCK, LOG_COLS, FLOOR, INTERP)
+            dot = _dot(dy, x, gate, weight, offset, cols, e, SILU, FIRST, BLOCK, LOG_COLS, FLOOR, INTERP)
     else:
-        dot = _dot(dy, x, weight, offset, cols, e, BLOCK, LOG_COLS, FORM, INTERP)
-    at = row + tl.arange(0, 1)
-    tl.store(k + at, slope(dot, u_largest, x_largest, tl.load(rstd + at), reciprocal))
-
-
-@triton.jit
-def rebuild(
-    y,
-    x,
-    rstd,
-    weight,
-    cols: tl.int32,
-    inner: tl.int64,
-    y_outer: tl.int64,
-    y_inner: tl.int64,
-    x_outer: tl.int64,
-    x_inner: tl.int64,
-    offset: tl.float32,
-    NESTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    INTERP: tl.constexpr,
-):
-    """x = y / gain / rstd of BLOCK columns of one row per program."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < cols
-    values = load(y + row_offset(row, inner, y_outer, y_inner, NESTED) + column, mask, INTERP)
-    if weight is not None:
-        values = tl.div_rn(values, load_gain(weight, offset, column, mask, INTERP))
-    # Otherwise `/` of float32 would be an approximation.
-    values = tl.div_rn(values, tl.broadcast_to(tl.load(rstd + row), values.shape))
-    store(x + row_offset(row, inner, x_outer, x_inner, NESTED) + column, values, mask, INTERP)
+        dot = _dot(dy, x, gate, weight, offset, cols, e, SILU, FIRST, BLOCK, LOG_COLS, FORM, INTERP)
+    at = row * GROUPS + group + tl.arange(0, 1)
+    tl.store(k + at, slope(dot, v_largest, u_largest, tl.load(rstd + at), reciprocal))

@@ -1,4 +1,13 @@
-"""The forward of rows, plain and with a residual."""
+"""The forward of rows or of groups of their columns, with a residual, a gate, or neither.
+
+A program has one group of its rows, the same group of each, so that its columns of the weight are the same too. A plain
+norm has one group: GROUPS is a constant, and with 1 nothing is left of it. `rows` are whole rows, `cols` the columns
+of a group, and rstd has a number for each group of each row.
+
+    SILU, FIRST     the gate's activation, and whether the gate multiplies x or, if not, the result
+    EXACT           whether the sum with the residual is normalised before it is rounded
+    X_HAT, NORMED   what x * rstd is rounded to, and the norm before a gate multiplies it
+"""
 
 import triton
 import triton.language as tl
@@ -15,7 +24,8 @@ from rmsnorm.gpu.kernels.fixed_sum import (
     start,
     total,
 )
-from rmsnorm.gpu.kernels.values import load, load_gain, round_to, row_offset, store
+from rmsnorm.gpu.kernels.stages import activated, add_residual, load_activation, load_input, normed_sum, sigmoid
+from rmsnorm.gpu.kernels.values import group_and_block, load, load_gain, round_to, row_offset, store
 
 
 @triton.jit
@@ -39,6 +49,7 @@ def scale(x, rstd, weight, offset, columns, mask, X_HAT: tl.constexpr, INTERP: t
 def forward(
     x,
     residual,
+    gate,
     weight,
     y,
     h,
@@ -50,6 +61,8 @@ def forward(
     x_inner: tl.int64,
     residual_outer: tl.int64,
     residual_inner: tl.int64,
+    gate_outer: tl.int64,
+    gate_inner: tl.int64,
     y_outer: tl.int64,
     y_inner: tl.int64,
     h_outer: tl.int64,
@@ -57,7 +70,13 @@ def forward(
     reciprocal: tl.float64,
     eps: tl.float64,
     offset: tl.float32,
+    alpha: tl.float32,
+    GROUPS: tl.constexpr,
+    SILU: tl.constexpr,
+    FIRST: tl.constexpr,
+    EXACT: tl.constexpr,
     X_HAT: tl.constexpr,
+    NORMED: tl.constexpr,
     NESTED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -66,11 +85,13 @@ def forward(
     FORM: tl.constexpr,
     INTERP: tl.constexpr,
 ):
-    """ROWS whole rows per program, in one tile. `residual` and `h`: both or neither. FULL: cols == BLOCK."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)[None, :]
+    """A group of ROWS rows per program, in one tile. `residual` and `h`: both or neither. FULL: cols == BLOCK."""
+    group, block = group_and_block(tl.program_id(0), GROUPS)
+    row = block * ROWS + tl.arange(0, ROWS)
+    within = tl.arange(0, BLOCK)[None, :]
+    column = group * cols + within
     live = row < rows
-    column_mask = None if FULL else column < cols
+    column_mask = None if FULL else within < cols
     if ROWS == 1:
         mask = column_mask
     elif FULL:
@@ -81,33 +102,37 @@ def forward(
     values = load(x + row_offset(row, inner, x_outer, x_inner, NESTED)[:, None] + column, mask, INTERP)
     if residual is not None:
         other = residual + row_offset(row, inner, residual_outer, residual_inner, NESTED)[:, None] + column
-        values = values + load(other, mask, INTERP)
+        values = add_residual(values, load(other, mask, INTERP), alpha, x.dtype.element_ty, INTERP)
         store(h + row_offset(row, inner, h_outer, h_inner, NESTED)[:, None] + column, values, mask, INTERP)
-        values = round_to(values, h.dtype.element_ty, INTERP)
+        values = normed_sum(values, h.dtype.element_ty, EXACT, INTERP)
+    if gate is not None:
+        z = load(gate + row_offset(row, inner, gate_outer, gate_inner, NESTED)[:, None] + column, mask, INTERP)
+        if FIRST:
+            values = values * activated(z, sigmoid(z), SILU)
     largest = largest_bits(values)
     squares = fixed_sum(values, values, 2 * exponent(largest), LOG_COLS, FORM, INTERP)
     scale_of_row = inverse_rms(squares, largest, reciprocal, eps)
     if rstd is not None:
-        tl.store(rstd + row, scale_of_row, mask=live)
+        tl.store(rstd + row * GROUPS + group, scale_of_row, mask=live)
+    if gate is not None and not FIRST:
+        act = activated(z, sigmoid(z), SILU)  # before the weight is loaded: both would fill the registers
     result = scale(values, scale_of_row, weight, offset, column, column_mask, X_HAT, INTERP)
+    if gate is not None and not FIRST:
+        result = round_to(result, NORMED, INTERP) * act
     store(y + row_offset(row, inner, y_outer, y_inner, NESTED)[:, None] + column, result, mask, INTERP)
-
-
-@triton.jit
-def _load_row(x, residual, columns, mask, INTERP: tl.constexpr):
-    """x, or x + residual rounded to their dtype."""
-    values = load(x + columns, mask, INTERP)
-    if residual is not None:
-        values = round_to(values + load(residual + columns, mask, INTERP), residual.dtype.element_ty, INTERP)
-    return values
 
 
 @triton.jit
 def _sum_of_squares(
     x,
     residual,
+    gate,
+    alpha,
     cols,
     e,
+    SILU: tl.constexpr,
+    FIRST: tl.constexpr,
+    EXACT: tl.constexpr,
     BLOCK: tl.constexpr,
     LOG_COLS: tl.constexpr,
     FORM: tl.constexpr,
@@ -116,7 +141,7 @@ def _sum_of_squares(
     acc = start(e, LOG_COLS, 1, BLOCK, FORM)
     for begin in range(0, cols, BLOCK):
         column = begin + tl.arange(0, BLOCK)[None, :]
-        values = _load_row(x, residual, column, column < cols, INTERP)
+        values = load_input(x, residual, gate, alpha, column, column < cols, SILU, FIRST, EXACT, INTERP)
         acc = accumulate(acc, values, values, e, LOG_COLS, FORM, INTERP)
     return total(acc, e, LOG_COLS, BLOCK, FORM)
 
@@ -125,6 +150,7 @@ def _sum_of_squares(
 def forward_in_pieces(
     x,
     residual,
+    gate,
     weight,
     y,
     h,
@@ -135,6 +161,8 @@ def forward_in_pieces(
     x_inner: tl.int64,
     residual_outer: tl.int64,
     residual_inner: tl.int64,
+    gate_outer: tl.int64,
+    gate_inner: tl.int64,
     y_outer: tl.int64,
     y_inner: tl.int64,
     h_outer: tl.int64,
@@ -142,48 +170,76 @@ def forward_in_pieces(
     reciprocal: tl.float64,
     eps: tl.float64,
     offset: tl.float32,
+    alpha: tl.float32,
+    GROUPS: tl.constexpr,
+    SILU: tl.constexpr,
+    FIRST: tl.constexpr,
+    EXACT: tl.constexpr,
     X_HAT: tl.constexpr,
+    NORMED: tl.constexpr,
     NESTED: tl.constexpr,
     BLOCK: tl.constexpr,
     LOG_COLS: tl.constexpr,
     FORM: tl.constexpr,
     INTERP: tl.constexpr,
 ):
-    """One row per program, too wide for registers: read three times.
+    """A group of one row per program, too wide for registers: read three times, and what comes before it again.
 
     h is formed again each time and never read: what other threads wrote need not be visible yet. y may be x: all of a
-    row has been read twice before the last pass writes any of it, and that pass writes where it reads.
+    group has been read twice before the last pass writes any of it, and that pass writes where it reads.
     """
-    row = tl.program_id(0).to(tl.int64)
-    x += row_offset(row, inner, x_outer, x_inner, NESTED)
-    y += row_offset(row, inner, y_outer, y_inner, NESTED)
+    tl.static_assert(residual is None or gate is None)
+    group, row = group_and_block(tl.program_id(0), GROUPS)
+    x += row_offset(row, inner, x_outer, x_inner, NESTED) + group * cols
+    y += row_offset(row, inner, y_outer, y_inner, NESTED) + group * cols
     if residual is not None:
-        residual += row_offset(row, inner, residual_outer, residual_inner, NESTED)
-        h += row_offset(row, inner, h_outer, h_inner, NESTED)
+        residual += row_offset(row, inner, residual_outer, residual_inner, NESTED) + group * cols
+        h += row_offset(row, inner, h_outer, h_inner, NESTED) + group * cols
+    if gate is not None:
+        gate += row_offset(row, inner, gate_outer, gate_inner, NESTED) + group * cols
+    if weight is not None:
+        weight += group * cols
 
     bits = tl.zeros([1, BLOCK], tl.int32)
     for begin in range(0, cols, BLOCK):
         column = begin + tl.arange(0, BLOCK)[None, :]
-        values = _load_row(x, residual, column, column < cols, INTERP)
+        mask = column < cols
         if residual is not None:
-            store(h + column, values, column < cols, INTERP)
+            values = load(x + column, mask, INTERP)
+            other = load(residual + column, mask, INTERP)
+            values = add_residual(values, other, alpha, x.dtype.element_ty, INTERP)
+            store(h + column, values, mask, INTERP)
+            values = normed_sum(values, h.dtype.element_ty, EXACT, INTERP)
+        else:
+            values = load_input(x, None, gate, alpha, column, mask, SILU, FIRST, EXACT, INTERP)
         bits = tl.maximum(bits, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     largest = tl.max(bits, axis=1)
 
     e = 2 * exponent(largest)
+    # fmt: off
     if FORM == SINGLE:
         if tl.min(single_fits(e, LOG_COLS).to(tl.int32), axis=0) == 1:
-            squares = _sum_of_squares(x, residual, cols, e, BLOCK, LOG_COLS, SINGLE, INTERP)
+            squares = _sum_of_squares(
+                x, residual, gate, alpha, cols, e, SILU, FIRST, EXACT, BLOCK, LOG_COLS, SINGLE, INTERP
+            )
         else:
-            squares = _sum_of_squares(x, residual, cols, e, BLOCK, LOG_COLS, FLOOR, INTERP)
+            squares = _sum_of_squares(
+                x, residual, gate, alpha, cols, e, SILU, FIRST, EXACT, BLOCK, LOG_COLS, FLOOR, INTERP
+            )
     else:
-        squares = _sum_of_squares(x, residual, cols, e, BLOCK, LOG_COLS, FORM, INTERP)
+        squares = _sum_of_squares(
+            x, residual, gate, alpha, cols, e, SILU, FIRST, EXACT, BLOCK, LOG_COLS, FORM, INTERP
+        )
+    # fmt: on
     scale_of_row = inverse_rms(squares, largest, reciprocal, eps)
     if rstd is not None:
-        tl.store(rstd + row + tl.arange(0, 1), scale_of_row)
+        tl.store(rstd + row * GROUPS + group + tl.arange(0, 1), scale_of_row)
 
     for begin in range(0, cols, BLOCK):
         column = begin + tl.arange(0, BLOCK)[None, :]
         mask = column < cols
-        values = _load_row(x, residual, column, mask, INTERP)
-        store(y + column, scale(values, scale_of_row, weight, offset, column, mask, X_HAT, INTERP), mask, INTERP)
+        values = load_input(x, residual, gate, alpha, column, mask, SILU, FIRST, EXACT, INTERP)
+        result = scale(values, scale_of_row, weight, offset, column, mask, X_HAT, INTERP)
+        if gate is not None and not FIRST:
+            result = round_to(result, NORMED, INTERP) * load_activation(gate, column, mask, SILU, INTERP)
+        store(y + column, result, mask, INTERP)

@@ -77,6 +77,18 @@ def row_offset(row, inner, outer_stride, inner_stride, NESTED: tl.constexpr):
 
 
 @triton.jit
+def group_and_block(program, GROUPS: tl.constexpr):
+    """Which group of which rows a program has; the groups of a row are neighbours."""
+    if GROUPS == 1:
+        group = 0
+        block = program
+    else:
+        group = program % GROUPS
+        block = program // GROUPS
+    return group, block.to(tl.int64)
+
+
+@triton.jit
 def first_row(leaf, rows, log_leaves):
     """Where a leaf of dweight begins, for int64 `leaf` and `rows`; the one after the last begins at the end."""
     return leaf * rows >> log_leaves
