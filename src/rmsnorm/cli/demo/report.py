@@ -4,7 +4,10 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from rmsnorm.benchmarking.timing import Timing
+from rmsnorm.cli.demo.bits import Bits
 from rmsnorm.cli.demo.measure import Result
 
 
@@ -19,6 +22,7 @@ class Demonstration:
     decode: int
     rounds: int
     results: list[Result]
+    bits: list[Bits]
     findings: list[str]
     seconds: float
 
@@ -38,6 +42,8 @@ def show(demonstration: Demonstration) -> None:
         console.print(_texts(result))
         console.print(_differences(result))
         console.print(_times(result, demonstration))
+    console.rule("bits")
+    console.print(_bits(demonstration.bits))
     _verdict(console, demonstration)
 
 
@@ -83,12 +89,35 @@ def _differences(result: Result) -> Any:
     )
     table.add_row("... when one bit of one norm output changes, before", f"{logits.one_bit:.3g}")
     table.add_row("positions with the same first choice", f"{logits.same_choice} of {logits.positions}")
-    if not all(text.identical for text in result.texts):
-        table.caption = (
+    table.caption = (
+        f"One last bit of a {result.dtype} number is {torch.finfo(getattr(torch, result.dtype)).eps:.1g} of it, and "
+        f"every layer carries it on: a single bit changed in the model's own first norm moves its logits by up to "
+        f"{logits.one_bit:.3g}, all norms replaced move them by up to {logits.largest:.3g}. "
+    )
+    if all(text.identical for text in result.texts):
+        table.caption += "Where two tokens are closer than one bit moves them, either may come first."
+    else:
+        table.caption += (
             "A text differs where the model was undecided: the gap between its logits for the two tokens is so small "
-            "that one bit decides."
+            "that one bit decides. It goes on from another word; neither text is the wrong one."
         )
-        table.caption_justify = "left"
+    table.caption_justify = "left"
+    return table
+
+
+def _bits(bits: list[Bits]) -> Any:
+    columns = [f"{found.dtype}, {which}" for found in bits for which in ("before", "after")]
+    table = _table("A hash of all norms' results on the same hidden states of the model", "", *columns)
+    for condition in bits[0].after:
+        table.add_row(
+            condition, *(text for found in bits for text in (found.before[condition], found.after[condition]))
+        )
+    answers = [f"{found.dtype} {len(set(found.before.values()))}" for found in bits]
+    table.caption = (
+        f"{bits[0].rows} rows at each norm. After, one answer everywhere; before, this many: {', '.join(answers)}. "
+        "The matrix products between the norms are PyTorch's and promise no bits, so the rows are held fixed."
+    )
+    table.caption_justify = "left"
     return table
 
 
