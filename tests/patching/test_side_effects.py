@@ -1,8 +1,13 @@
 """A module that does more than return its result is left alone; examining it leaves no trace."""
 
 import builtins
+import contextvars
 import itertools
+import logging
+import os
+import pathlib
 import random
+import sys
 from collections import Counter, deque
 
 import numpy as np
@@ -200,8 +205,32 @@ def test_a_module_that_draws_random_numbers_is_left_alone_and_none_are_drawn(nam
 
 
 def test_a_module_that_prints_is_left_alone_and_prints_nothing(capsys):
-    assert reason(Plain(lambda m, x, y: builtins.print("norm", x.shape))) == "it prints as it runs"
+    assert reason(Plain(lambda m, x, y: builtins.print("norm", x.shape))) == "it calls print() as it runs"
     assert capsys.readouterr().out == ""
+
+
+VARIABLE = contextvars.ContextVar("VARIABLE", default=0)
+OUTWARD = {
+    "log": (lambda m, x, y: logging.getLogger("norm").warning("seen"), "it logs"),
+    "file": (lambda m, x, y: pathlib.Path(m.path).write_text("seen"), "it calls open"),
+    "environment": (lambda m, x, y: os.environ.update(NORM_SEEN="1"), "it calls putenv"),
+    "standard error": (lambda m, x, y: sys.stderr.write("seen"), "it calls write"),
+    "context variable": (lambda m, x, y: VARIABLE.set(VARIABLE.get() + 1), "it sets a context variable"),
+    "attribute of its input": (lambda m, x, y: setattr(x, "seen", True), "a class or attributes"),
+    "attribute of its result": (lambda m, x, y: setattr(y, "seen", True), "a class or attributes"),
+}
+
+
+@pytest.mark.parametrize("name", OUTWARD)
+def test_a_module_that_calls_out_is_left_alone_before_it_does(name, tmp_path, capsys, caplog):
+    note, said = OUTWARD[name]
+    path = tmp_path / "seen"
+    assert said in reason(Plain(note, path=str(path)))
+    assert not path.exists()
+    assert "NORM_SEEN" not in os.environ
+    assert VARIABLE.get() == 0
+    assert not caplog.records
+    assert capsys.readouterr() == ("", "")
 
 
 def test_what_reading_uses_up_is_not_read():

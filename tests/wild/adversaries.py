@@ -353,7 +353,7 @@ REFUSED = {
     ClampsItsInput: "root mean square",
     ClampsItsResult: "results are not reproduced",
     ClampsTheMeanSquare: "inside the square root",
-    HidesNaN: "infinities or NaN",
+    HidesNaN: "something else for weights of other magnitudes",
     NormalisesTwice: "off by a factor",
     DividesByOneLess: "multiplies by 0.992",
     MeanOfMagnitudes: "root mean square",

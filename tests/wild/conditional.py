@@ -75,7 +75,25 @@ class ClipsItsGradient(Base):
         return y
 
 
+class FrozenIsOtherwise(Base):
+    def forward(self, x):
+        return _llama(x, self.weight if self.weight.requires_grad or not x.requires_grad else self.weight * 2)
+
+
+class ClipsLargeGradients(Base):
+    def forward(self, x):
+        y = _llama(x, self.weight)
+        if y.requires_grad:
+            y.register_hook(lambda dy: dy.clamp(-1e3, 1e3))
+        return y
+
+
 # Magnitudes.
+
+
+class HidesWeightsThatAreNoNumbers(Base):
+    def forward(self, x):
+        return _llama(x, torch.where(self.weight.isnan(), torch.ones_like(self.weight), self.weight))
 
 
 class AnotherEpsIn16Bits(Base):
@@ -159,6 +177,17 @@ class WideAudio(Audio):
         self.weight = nn.Parameter(torch.ones(2048))
 
 
+class OtherwiseWhereNotContiguous(Base):
+    def forward(self, x):
+        return super().forward(x) * (1.0 if x.is_contiguous() else 2.0)
+
+
+class KeepsTheFirstOfMany(Base):
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.cat([x[:, :1], y[:, 1:]], 1) if x.dim() == 3 and x.shape[1] > 500 else y
+
+
 class OneRow(Base):
     def forward(self, x):
         return x if x.dim() == 1 else super().forward(x)
@@ -201,12 +230,17 @@ REFUSED = {
     GradientOfBfloat16: "for bfloat16 its gradient of x",
     GradientOfMixedDtypes: "with a weight in",
     ClipsItsGradient: "gradient of",
+    FrozenIsOtherwise: "where x alone wants a gradient",
+    ClipsLargeGradients: "gradient of",
+    HidesWeightsThatAreNoNumbers: "weights that are not finite",
+    OtherwiseWhereNotContiguous: "not contiguous",
+    KeepsTheFirstOfMany: "inputs of 3 dimensions",
     AnotherEpsIn16Bits: "float16 it computes something else for rows",
     MeanOfWhatIsNotZero: "something else for rows",
     BoundedGain: "something else for weights",
     BoundedBelow: "something else for weights",
     BoundedFloat16: "float16 it computes something else for weights",
-    BoundedBfloat16Input: "bfloat16 rows of zeros or with infinities",
+    BoundedBfloat16Input: "bfloat16 it computes something else for rows",
     HidesInfinityInBfloat16: "bfloat16 rows of zeros or with infinities",
     SkipsSmallRows: "tiny rows are not divided by one constant",
     BoundedGate: "something else for gates",

@@ -12,6 +12,8 @@ from rmsnorm.patching.specimen import NotRMSNorm, Specimen
 
 # Relative to the row's norm. float32: sums over the row and the rows, whose terms partly cancel.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-4}
+# Magnitudes of the gradients that arrive, row by row.
+_SIZES, _SIZES_OF_FLOAT16 = (1.0, 2.0**20, 2.0**-20), (1.0, 2.0**4, 2.0**-4)
 # Of the part that lies along the formula's gradient: roundings have no direction.
 _SCALE = {torch.float32: 1e-4, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 
@@ -28,6 +30,8 @@ def check(specimen: Specimen, convention: Convention, samples: dict[Pair, Sample
         dtypes = (evidence.x, evidence.weight or evidence.x)
         precision = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         dy = torch.randn(given["x"].shape, generator=torch.Generator().manual_seed(104)).to(given["x"].device)
+        sizes = torch.tensor(_SIZES_OF_FLOAT16 if torch.float16 in dtypes else _SIZES).repeat(len(dy))[: len(dy)]
+        dy = dy * sizes.to(dy.device).view(-1, *(1 for _ in dy.shape[1:]))
         correct: list[Tensor] | None = None
         for training in (True, False):
             leaves = {name: t.clone().requires_grad_() for name, t in given.items()}
@@ -38,6 +42,10 @@ def check(specimen: Specimen, convention: Convention, samples: dict[Pair, Sample
             correct = correct or _correct(convention, given, dy)
             for name, got, wanted in zip(given, theirs, correct, strict=True):
                 _compare(name, got, wanted, where, precision)
+        for wanting in given if precision == torch.float32 else ():
+            leaves = {name: t.clone().requires_grad_(name == wanting) for name, t in given.items()}
+            if not same(run(specimen, convention, leaves, grad=True).detach(), results[evidence.x, evidence.weight]):
+                raise NotRMSNorm(f"it computes something else where {wanting} alone wants a gradient", True)
 
 
 def _gradients(convention: Convention, leaves: Sample, y: Tensor, dy: Tensor, where: str) -> list[Tensor]:

@@ -14,7 +14,8 @@ from rmsnorm.patching.dependencies import recording
 from rmsnorm.patching.patched import Proof
 from rmsnorm.patching.probes import LARGEST_MATRIX, find_form
 from rmsnorm.patching.proof import prove
-from rmsnorm.patching.specimen import NotRMSNorm, Specimen, require_module, undisturbed, unfit
+from rmsnorm.patching.specimen import NotRMSNorm, Specimen, require_module, unfit
+from rmsnorm.patching.surroundings import undisturbed
 from rmsnorm.patching.watching import Watch
 
 # Running a module takes about a hundred times the memory of a row; flat parameters and tables are no rows.

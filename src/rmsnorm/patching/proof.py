@@ -35,8 +35,8 @@ def prove(specimen: Specimen, form: Convention) -> Convention:
     proved = _with_rounding(form, samples, theirs)
     results = {pair: result for pair, result in theirs.items() if isinstance(result, Tensor)}
     trials.check_training(specimen, proved, samples, results)
-    trials.check_special_rows(specimen, proved, samples)
     magnitudes.check(specimen, proved)
+    trials.check_special_rows(specimen, proved, samples)
     gradients.check(specimen, proved, samples, results)
     first = samples[pairs[0]]
     proved = replace(proved, square=trials.check_dimensions(specimen, proved, first))

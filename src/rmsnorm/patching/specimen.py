@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
+import contextvars
 import inspect
-import io
-import random
-import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from rmsnorm.patching.state import Snapshot, holds_iterator
+from rmsnorm.patching.outward import no_outward_calls
+from rmsnorm.patching.reason import NotRMSNorm as NotRMSNorm
+from rmsnorm.patching.state import Snapshot
+from rmsnorm.patching.surroundings import random_state
 
 COMPUTED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-class NotRMSNorm(Exception):
-    """Why a module is left alone.
-
-    Args:
-        reason: in words, after the module's name.
-        normalises: whether it is a norm of another kind, which a report mentions.
-        convention: what it computes now, where it is known and only cannot be relied on.
-    """
-
-    def __init__(self, reason: str, normalises: bool = False, convention: Any = None) -> None:
-        super().__init__(reason)
-        self.normalises, self.convention = normalises, convention
 
 
 def require_module(name: str, module: nn.Module) -> None:
@@ -67,7 +54,7 @@ def unfit(module: nn.Module) -> NotRMSNorm | None:
         return NotRMSNorm("it has submodules with parameters of their own")
     if hooked := next((name for name, child in module.named_modules() if name and _has_hooks(child)), None):
         return NotRMSNorm(f"a hook of its {hooked} would fire no more", True)
-    if iterator := holds_iterator(module):
+    if iterator := _iterator(module):
         return NotRMSNorm(f"its {iterator} is used up by reading it")
     return None
 
@@ -160,22 +147,19 @@ class Specimen:
         """Inside, runs may write to what the module refers to: afterwards it is as it was, and the writing a reason.
 
         Raises:
-            NotRMSNorm: something was written, said, or drawn at random.
+            NotRMSNorm: something was written, or drawn at random.
         """
-        snapshot, said = Snapshot(self._module, self._class), io.StringIO()
-        state = _random_state()
+        snapshot = Snapshot(self._module, self._class)
+        state = random_state()
         changed: str | None = None
         try:
-            with redirect_stdout(said):
-                yield
-            if _random_state() != state:
+            yield
+            if random_state() != state:
                 raise NotRMSNorm("it draws random numbers", True)
         finally:
             changed = snapshot.restore()
         if changed is not None:
             raise NotRMSNorm(f"it changes its {changed} as it runs", True)
-        if said.getvalue():
-            raise NotRMSNorm("it prints as it runs", True)
 
     def run(
         self, *inputs: Tensor, tensors: Mapping[str, Tensor] | None = None, training: bool = False, grad: bool = False
@@ -190,16 +174,24 @@ class Specimen:
         given = [*inputs, *values.values()]
         pristine = [t.detach().clone() for t in given]
         versions = [t._version for t in inputs]
+        variables, context = dict(contextvars.copy_context()), contextvars.copy_context()
         with torch.set_grad_enabled(grad), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                y = self._running.forward(clone, *inputs)
+                with no_outward_calls():
+                    y = context.run(self._running.forward, clone, *inputs)
+            except NotRMSNorm:
+                raise
             except Exception as error:  # a stranger's code may raise anything
                 shape = "x".join(map(str, inputs[0].shape))
                 message = str(error).strip().partition("\n")[0]
                 raise NotRMSNorm(f"it does not run on an input of {shape}: {type(error).__name__}: {message}") from None
         if not isinstance(y, Tensor):
             raise NotRMSNorm(f"it returns {type(y).__name__}, not a tensor")
+        if type(y) is not Tensor or vars(y) or any(map(vars, inputs)):
+            raise NotRMSNorm("it gives its input or result a class or attributes", True)
+        if any(variables.get(variable, variables) is not value for variable, value in context.items()):
+            raise NotRMSNorm("it sets a context variable", True)
         if y.shape != inputs[0].shape or not y.is_floating_point():
             raise NotRMSNorm("its result has another shape or kind than its input")
         changed = [name for name, value in _variables(clone).items() if before.get(name) is not value]
@@ -213,6 +205,11 @@ class Specimen:
             if not _equal(now.detach(), was):
                 raise NotRMSNorm(f"it writes to its {name}", True)
         return y
+
+
+def _iterator(module: nn.Module) -> str | None:
+    """The name of an attribute that is used up by reading it, such as a generator or an open file."""
+    return next((name for name, v in vars(module).items() if hasattr(type(v), "__next__")), None)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -242,45 +239,6 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 _HOOKS_OF_CALLS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def _random_state() -> tuple[Any, ...]:
-    """Of torch's, Python's and numpy's generators: what draws from them moves what the next one draws."""
-    of_numpy = repr(numpy.random.get_state()) if (numpy := sys.modules.get("numpy")) is not None else None
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    of_torch = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
-    return tuple(bytes(t.tolist()) for t in of_torch), random.getstate(), of_numpy
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Inside, new tensors are what a probe expects them to be, whatever the caller has set; nothing random moves."""
-    dtype, python, numpy = torch.get_default_dtype(), random.getstate(), sys.modules.get("numpy")
-    of_numpy = None if numpy is None else numpy.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    torch.set_default_dtype(torch.float32)
-    try:
-        # Every call of torch pays for a device that is set, so it is only where it must be.
-        cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-        with torch.inference_mode(False), cpu, torch.random.fork_rng(devices), _without_autocast():
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(of_numpy)
-
-
-@contextmanager
-def _without_autocast() -> Iterator[None]:
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    for kind in kinds:
-        torch.set_autocast_enabled(kind, False)
-    try:
-        yield
-    finally:
-        for kind in kinds:
-            torch.set_autocast_enabled(kind, True)
 
 
 def _clone(module: nn.Module, cls: type[nn.Module], instead: Mapping[str, Any], training: bool) -> nn.Module:

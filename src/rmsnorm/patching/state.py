@@ -1,8 +1,7 @@
 """What a forward may write to besides its result: found, compared, and put back.
 
-From a module lead its attributes, its class, and the functions of its class with what they refer to: containers,
-objects, other classes, variables of their modules. A snapshot keeps the contents of all of them. Files, sockets and
-what compiled extensions keep to themselves are out of reach.
+From a module lead its attributes, its class, and the functions of its class with what they refer to. A snapshot keeps
+the contents of all of them; what compiled extensions keep to themselves is out of reach.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
+from threading import local
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -148,7 +148,7 @@ class Snapshot:
         if isinstance(value, nn.Module):
             variables = {key: kept for key, kept in variables.items() if key not in _HOOKS}
         content = dict(variables)
-        if content or type(value).__dictoffset__:
+        if content or _has_variables(value):
             self._keep_variables(name, value, content, lambda: _without(_variables(value), _HOOKS, value))
             self._waiting.extend((name, item) for item in content.values())
 
@@ -167,8 +167,8 @@ class Snapshot:
                     self._keep_variable(f"{name}.{attribute}", inside, attribute, inside[attribute])
         for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._keep_cell(f"{free} of {called}", cell)
-        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        self._waiting.extend((f"a default of {called}", value) for value in defaults)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._waiting.append((f"a default of {called}", value))
         self._waiting.append((called, vars(function)))
 
     def _keep_variable(self, name: str, variables: dict[str, Any], key: str, value: Any) -> None:
@@ -202,11 +202,6 @@ _BOOKKEEPING = _HOOKS | {"_parameters", "_buffers", "_modules", "_non_persistent
 _OF_CLASSES = frozenset({"__dict__", "__weakref__", "__doc__", "__abstractmethods__", "_abc_impl"})
 
 
-def holds_iterator(module: nn.Module) -> str | None:
-    """The name of an attribute that is used up by reading it, such as a generator or an open file."""
-    return next((name for name, v in vars(module).items() if hasattr(type(v), "__next__")), None)
-
-
 def _names(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
@@ -217,7 +212,7 @@ def _names(code: CodeType) -> Iterator[str]:
 def _variables(value: Any) -> dict[str, Any]:
     """What an object's __dict__ and slots hold."""
     try:
-        found = dict(object.__getattribute__(value, "__dict__"))
+        found = dict(vars(value) if type(value) is local else object.__getattribute__(value, "__dict__"))
     except (AttributeError, TypeError):
         found = {}
     for cls in type(value).__mro__:
@@ -232,19 +227,32 @@ def _variables(value: Any) -> dict[str, Any]:
     return found
 
 
+def _has_variables(value: Any) -> bool:
+    if type(value) is local:
+        return True
+    try:
+        return isinstance(object.__getattribute__(value, "__dict__"), dict)
+    except (AttributeError, TypeError):
+        return False
+
+
 def _without(variables: dict[str, Any], names: frozenset[str], owner: Any) -> dict[str, Any]:
     return {k: v for k, v in variables.items() if k not in names} if isinstance(owner, nn.Module) else variables
 
 
 def _assign(owner: Any, key: str, value: Any) -> None:
-    if isinstance(owner, type):
+    if type(owner) is local:
+        setattr(owner, key, value)
+    elif isinstance(owner, type):
         type.__setattr__(owner, key, value)
     else:
         object.__setattr__(owner, key, value)
 
 
 def _delete(owner: Any, key: str) -> None:
-    if isinstance(owner, type):
+    if type(owner) is local:
+        delattr(owner, key)
+    elif isinstance(owner, type):
         type.__delattr__(owner, key)
     else:
         object.__delattr__(owner, key)

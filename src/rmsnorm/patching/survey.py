@@ -13,7 +13,8 @@ from rmsnorm.patching.identifying import identify, is_ours, prove_module
 from rmsnorm.patching.patched import Proof, is_patched
 from rmsnorm.patching.proof import confirm
 from rmsnorm.patching.report import Entry
-from rmsnorm.patching.specimen import NotRMSNorm, Specimen, undisturbed, unfit
+from rmsnorm.patching.specimen import NotRMSNorm, Specimen, unfit
+from rmsnorm.patching.surroundings import undisturbed
 from rmsnorm.patching.watching import Watch
 
 IN_USE = "uses this library already"

@@ -21,6 +21,8 @@ from rmsnorm.patching.specimen import NotRMSNorm, Specimen
 # are tried in a smaller sibling.
 LARGEST_SQUARE, LARGEST_SQUARE_WITHOUT_SIBLING = 64, 512
 _SIBLING = 16
+# Tokens, where they cost little.
+_MANY = 2100
 
 
 def check_training(
@@ -49,6 +51,14 @@ def check_special_rows(specimen: Specimen, convention: Convention, samples: dict
             raise NotRMSNorm(
                 f"for {name_of(dtype, None)} rows of zeros or with infinities or NaN come out otherwise", True
             )
+        if convention.weight is not None:
+            given = dict(samples[dtype, dtype])
+            given["weight"] = given["weight"].clone()
+            values = torch.tensor([torch.nan, torch.inf, -torch.inf])[: given["weight"].numel()]
+            given["weight"].view(-1)[: len(values)] = values.to(dtype)
+            theirs, ours = run(specimen, convention, given), convention.apply(**given)
+            if not (torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.isinf(), theirs.isinf())):
+                raise NotRMSNorm(f"for {name_of(dtype, None)} weights that are not finite come out otherwise", True)
 
 
 def check_dimensions(specimen: Specimen, convention: Convention, given: Sample) -> bool:
@@ -60,6 +70,7 @@ def check_dimensions(specimen: Specimen, convention: Convention, given: Sample) 
     sizes = row_shape(convention)
     many = given["x"].shape[:2].numel()
     _check_leads(specimen, convention, given, [(), (many,), (1, 2, 3), (1, 1, 2, 3), (1, 1, 1, many)])
+    _check_strides(specimen, convention, given)
     width = sizes[0]
     if torch.Size(sizes).numel() > LARGEST_SQUARE and len(sizes) == 1 and convention.group_size is None:
         smaller = {name: t[..., :_SIBLING].contiguous() for name, t in given.items()}
@@ -75,9 +86,23 @@ def check_dimensions(specimen: Specimen, convention: Convention, given: Sample) 
     return False
 
 
+def _check_strides(specimen: Specimen, convention: Convention, given: Sample) -> None:
+    """Rows are rows wherever their elements lie."""
+    wanted = run(specimen, convention, given)
+    for a, b in ((0, 1), (0, -1)):
+        turned = {n: t.transpose(a, b).contiguous().transpose(a, b) for n, t in given.items() if n != "weight"}
+        try:
+            found = run(specimen, convention, {**given, **turned})
+        except NotRMSNorm:
+            continue  # its own affair, as above
+        if not torch.allclose(found, wanted, rtol=1e-4):
+            raise NotRMSNorm("it computes something else for inputs that are not contiguous", True)
+
+
 def _check_squares(specimen: Specimen, convention: Convention, given: Sample) -> bool:
     size = row_shape(convention)[0]
     leads = [(size,), (1, size), (size, 1), (2, size), (1, size, 1), (1, 1, size), (1, size, 1, 1), (1, 1, 1, size)]
+    leads += [(_MANY,), (1, _MANY), (_MANY, 1)]
     _check_leads(specimen, convention, given, leads)
     return True
 
