@@ -16,15 +16,21 @@ export RMSNORM_REQUIRE_KERNELS ?= 1
 
 CSRC := $(wildcard csrc/*/*)
 .DELETE_ON_ERROR:
-.PHONY: demo test check families conformance gpu-table gpu-host sanitize bench results wheel fix clean
+.PHONY: demo test test-all check families conformance gpu-table gpu-host sanitize bench results wheel fix clean
 
 demo: $(VENV)/.demo
 	@echo "running the model on its own norms and on ours: about a minute"
 	$(BIN)/rmsnorm demo
 
-# What is skipped is listed with its reason; .ci/run installs what is needed for none.
+# Files of tests run side by side, one in each worker. What is skipped is listed with its reason; .ci/run installs what is
+# needed for none. `make test` leaves out the exhaustive tests, which take minutes each; `make test-all` runs them too.
+PYTEST := $(BIN)/python -m pytest -rs -n 2 --dist loadfile
+
 test: $(VENV)/.package $(VENV)/.triton
-	$(BIN)/python -m pytest -rs
+	$(PYTEST) -m "not exhaustive"
+
+test-all: test
+	$(PYTEST) -m exhaustive
 
 check: $(VENV)/.package
 	$(BIN)/ruff format --check .

@@ -9,6 +9,31 @@ from tests.kernels import kernel_cases, replay
 from tests.support import bits
 
 
+# What takes minutes, by the beginning of its name: `make test` leaves it out, `make test-all` runs it.
+EXHAUSTIVE = (
+    "tests/cli/test_demo.py::test_a_real_language_model",
+    "tests/cli/test_inspect_fuzz.py",
+    "tests/conformance/test_conformance.py",
+    "tests/distributed/",
+    "tests/gpu/",
+    "tests/kernels/test_kernels.py",
+    "tests/kernels/test_neon.py",
+    "tests/kernels/test_sanitizers.py",
+    "tests/numerics/test_reference",
+    "tests/torch/test_compiled_models.py",
+    "tests/torch/test_export.py",
+    "tests/torch/test_fallback.py",
+    "tests/wild/",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.nodeid.startswith(EXHAUSTIVE):
+            item.add_marker("exhaustive")
+
+
 @pytest.fixture(scope="session")
 def bits_equal():
     """`bits_equal(a, b)`: the same dtype, shape and bit patterns, with NaN equal to NaN."""

@@ -83,7 +83,7 @@ def write_out(
         raise ValueError("out is for inference: call under torch.no_grad(), or leave it out where a gradient is needed")
     tensors = [t for t in (x, gate, weight, out) if t is not None]
     plain = all(type(t) in (Tensor, nn.Parameter) and t.dtype != torch.float64 and t.is_contiguous() for t in tensors)
-    if not plain or out.is_neg() or x.is_neg() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not plain or out.is_neg() or x.is_neg():
         return out.copy_(normalize(x, None, gate, weight, spec, normalized_shape)[0])
     gate, weight = None if gate is None else gate.flatten(-dims), None if weight is None else weight.flatten()
     doors.forward_out(x.flatten(-dims), gate, weight, out.flatten(-dims), spec)

@@ -6,5 +6,6 @@ collect_ignore = [
     "interpreter_checks.py",
     "interpreter_worker.py",
     "launch_worker.py",
+    "memory_checks.py",
     "table.py",
 ]

@@ -144,7 +144,10 @@ def test_without_the_library_the_bits_are_the_same_and_the_reason_is_known(tmp_p
     found = {}
     for how in ("with", "without"):
         path = tmp_path / how
-        subprocess.run([sys.executable, "-W", "error", "-c", COMPARE, how, str(path)], check=True)
+        subprocess.run(
+            [sys.executable, "-W", "error", "-W", "ignore:rmsnorm has no compiled", "-c", COMPARE, how, str(path)],
+            check=True,
+        )
         found[how] = torch.load(path)
     assert found["with"]["compiled"]
     assert not found["without"]["compiled"]

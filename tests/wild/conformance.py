@@ -61,9 +61,9 @@ and results must be their own memory.
 
 *Fair*: what is refused is not scored, and the score names it. A refusal is a clear error about the
 argument, its dtype, shape, layout or device; any other exception is a fault, and so is any for an
-input of no rows or in a backward. Checks run in a process of their own, so that a crash is a finding
-too. What only some libraries promise is an extra: it is shown, and scored where it is promised, or
-with `--strict`.
+input of no rows or in a backward. Checks run in a process of their own, so that a crash is a
+finding too. What only some libraries promise is an extra: it is shown, and scored where it is
+promised, or with `--strict`.
 
 """
 

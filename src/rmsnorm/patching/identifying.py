@@ -25,6 +25,7 @@ LARGEST_ROW = 2**18
 def identify(module: nn.Module) -> Convention | None:
     """What an RMSNorm computes, found by running it, whatever its class is called; None if it is none.
 
+    >>> import torch
     >>> print(identify(torch.nn.RMSNorm(64, eps=1e-5)))
     width 64, eps 1e-05, weight, once
     >>> identify(torch.nn.LayerNorm(64)) is None
