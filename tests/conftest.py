@@ -8,7 +8,6 @@ import torch
 from tests.kernels import kernel_cases, replay
 from tests.support import bits
 
-
 # What takes minutes, by the beginning of its name: `make test` leaves it out, `make test-all` runs it.
 EXHAUSTIVE = (
     "tests/cli/test_demo.py::test_a_real_language_model",
