@@ -14,6 +14,7 @@ from rmsnorm.cli.bench.shapes import Case, Shape
 
 NAMES = ("copy", "rmsnorm", "F.rms_norm", "vllm")
 SHAPES = (Shape(1, 4096, "llama3-8b decode"), Shape(1024, 384, "small-lm train"))
+PATIENCE = 180_000  # milliseconds, for a page of megabytes where other tests have the cores
 ABOUT = {"processor": "A Processor", "torch": "2.13", "command": "rmsnorm bench --shapes </script><b>"}
 
 
@@ -57,6 +58,7 @@ def opened(browser, tmp_path):
     tab.on("console", lambda message: said.append(message.text))
     tab.on("pageerror", lambda error: said.append(str(error)))
     tab.on("request", lambda request: request.url.startswith(("file:", "data:", "blob:")) or said.append(request.url))
+    tab.set_default_timeout(PATIENCE)
     tab.goto(file.as_uri())
     tab.wait_for_selector("#plot .main-svg")
     yield tab
@@ -122,6 +124,7 @@ def test_the_shapes_below_the_plot_do_not_overlap(width, browser, tmp_path, monk
     file = tmp_path / "bench.html"
     page.write(ABOUT, results(), file)
     tab = browser.new_page(viewport={"width": width, "height": 900})
+    tab.set_default_timeout(PATIENCE)
     tab.goto(file.as_uri())
     tab.wait_for_selector("#plot .xtick text")
     labels = tab.evaluate(_LABELS)
