@@ -1,4 +1,4 @@
-"""Paths, names and messages of others in what `check`, `bench` and `compare` show: on a terminal, as text, JSON, pages."""
+"""Names and messages of others in what `check`, `bench` and `compare` show: on a terminal, as text, JSON, pages."""
 
 import contextlib
 import io
@@ -12,7 +12,7 @@ from rmsnorm.cli import main
 from rmsnorm.cli.bench.contestants import Norm
 from rmsnorm.cli.bench.measure import CONTESTANTS
 
-# Sequences that clear a screen, set its title or write backwards, new lines, tags, markup and emoji of rich, mathematics
+# Sequences that clear a screen or write backwards, new lines, tags, markup and emoji of rich, mathematics
 # of matplotlib, half a character, and what ends a script.
 NAME = "no\x1b[2Jrm\nforged [bold]:smile:[/] \u202e$\\frac$\x9b2J\ud800</script><b>\r\u2028"
 # As the name of a file, which is bytes, and these are no UTF-8.
