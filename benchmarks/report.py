@@ -18,7 +18,7 @@ import matplotlib as mpl
 
 from rmsnorm.cli.bench import plot
 from rmsnorm.cli.bench.lines import read
-from rmsnorm.cli.bench.measure import COPY, OURS, OURS_OUT
+from rmsnorm.cli.bench.measure import COPY, NCNN, OURS, OURS_IN_PLACE, OURS_OUT
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks" / "results"
@@ -33,8 +33,10 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- made by `make results`: -->", "<!-- end of what `make results` made -->"
 
-# Contestants that write into memory that is there already; all others return a fresh result (rmsnorm/cli/bench).
-IN_PLACE = (COPY, OURS_OUT, "vllm", "onnxruntime")
+# Contestants that write into memory that is there already or into the input itself; all others return a fresh result
+# (rmsnorm/cli/bench). Each is set beside ours that does the same.
+IN_PLACE = {COPY: OURS_OUT, OURS_OUT: OURS_OUT, "vllm": OURS_OUT, "onnxruntime": OURS_OUT}
+IN_PLACE |= {OURS_IN_PLACE: OURS_IN_PLACE, NCNN: OURS_IN_PLACE}
 # Results from here on do not fit the caches of the machine that the files are from.
 LARGE = 16 * 2**20
 NAMES = {"F.rms_norm": "`F.rms_norm`", "torch.compile": "`torch.compile` of it", "F.layer_norm": "`F.layer_norm`"}
@@ -77,11 +79,12 @@ def contests(*, in_place: bool = False) -> list[Contest]:
                 case = result.case
                 key = case.what, case.threads, case.shape.size, case.dtype
                 cases.setdefault(key, {})[result.contestant] = result.timing.median * 1e6
-        ours = OURS_OUT if in_place else OURS
-        for key, us in cases.items():
-            others = {name: t for name, t in us.items() if (name in IN_PLACE) == in_place and name not in (ours, COPY)}
-            if ours in us and others:
-                found.append(Contest(*key, us[ours], us[COPY], others))
+        for ours in (OURS_OUT, OURS_IN_PLACE) if in_place else (OURS,):
+            for key, us in cases.items():
+                beside = {name: t for name, t in us.items() if IN_PLACE.get(name, OURS) == ours}
+                others = {name: t for name, t in beside.items() if name not in (ours, COPY)}
+                if ours in us and others:
+                    found.append(Contest(*key, us[ours], us[COPY], others))
     return found
 
 

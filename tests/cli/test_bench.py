@@ -202,7 +202,36 @@ def test_peers_that_are_not_installed_are_missing(monkeypatch, capsys):
 
 def test_a_peer_without_its_operators_says_which_file_is_missing():
     with pytest.raises(peers.Unavailable, match="this installation has no nothing"):
-        peers.Peer("torch", ("torch",), library="nothing.so").load("cpu")
+        peers.Peer("torch", ("torch",), libraries=("nothing.so",)).load("cpu")
+
+
+@pytest.mark.parametrize(
+    ("machine", "avx512", "bfloat16", "first"),
+    [
+        ("x86_64", True, True, "_C.abi3.so"),
+        ("x86_64", True, False, "_C_AVX512.abi3.so"),
+        ("x86_64", False, False, "_C_AVX2.abi3.so"),
+        ("aarch64", False, False, "_C.abi3.so"),
+    ],
+)
+def test_vllm_is_loaded_as_it_loads_itself(monkeypatch, machine, avx512, bfloat16, first):
+    monkeypatch.setattr(peers.platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bfloat16)
+    assert peers.vllm_libraries()[0] == first
+    assert peers.vllm_libraries()[-1] == "_C.abi3.so"  # of an installation for GPUs, the only one
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_in_place_only_the_first_call_has_the_weight(dtype):
+    """So that what is checked is the norm, and what is timed stays in the range of ordinary numbers."""
+    case = case_of(dtype=dtype)
+    inputs = Inputs.of(case)
+    call = make_call(case, inputs, CONTESTANTS["rmsnorm in place"](case, inputs))
+    assert find_error(case, "RMSNorm", inputs, call()) is None
+    for _ in range(300):
+        (y,) = call()
+    assert 0.9 < float(y.float().square().mean()) < 1.1
 
 
 @pytest.mark.parametrize("text", ["decode", "llama3-8b", "qk-norm", "all", "16x32"])

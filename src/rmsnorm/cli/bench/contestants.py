@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import rmsnorm
-from rmsnorm.benchmarking.peers import PEERS, Unavailable, onnx_session
+from rmsnorm.benchmarking.peers import PEERS, Unavailable, ncnn_norm, onnx_session
 from rmsnorm.cli.bench.shapes import Case
 from rmsnorm.cli.bench.tensors import EPS, Inputs
 
@@ -47,6 +47,24 @@ def ours(case: Case, inputs: Inputs) -> Norm:
 def ours_out(case: Case, inputs: Inputs) -> Norm:
     out = torch.empty_like(inputs.x)
     return Norm(lambda x, weight: rmsnorm.rms_norm(x, weight, EPS, out=out))
+
+
+def ours_in_place(case: Case, inputs: Inputs) -> Norm:
+    return in_place(inputs, lambda x, weight: rmsnorm.rms_norm(x, weight, EPS, out=x))
+
+
+def in_place(inputs: Inputs, normalize: Callable[[Tensor, Tensor], object]) -> Norm:
+    """A norm that overwrites x. Only the first call, which is checked, has the weight.
+
+    Rows that are multiplied by it again and again leave the range.
+    """
+    y, weights = inputs.x.clone(), [torch.ones_like(inputs.weight), inputs.weight]
+
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        normalize(y, weights.pop() if len(weights) > 1 else weights[0])
+        return y
+
+    return Norm(forward, differentiable=False)
 
 
 def eager(case: Case, inputs: Inputs) -> Norm:
@@ -113,6 +131,31 @@ def zentorch(case: Case, inputs: Inputs) -> Norm:
         return y, h
 
     return Norm(lambda x, weight: ops.zentorch_rms_norm(x, weight, EPS), add, differentiable=False)
+
+
+def pace(case: Case, inputs: Inputs) -> Norm:
+    ops = PEERS["pace"].load(case.device)
+    if case.dtype != "bfloat16":
+        raise Unavailable(f"no kernel for {case.dtype}")
+    return Norm(
+        lambda x, weight: ops.rmsnorm(x, weight, EPS),
+        lambda x, residual, weight: ops.fused_add_rmsnorm(x, residual, weight, EPS),
+        differentiable=False,
+    )
+
+
+def ncnn(case: Case, inputs: Inputs) -> Norm:
+    PEERS["ncnn"].load(case.device)
+    if case.dtype != "float32":
+        raise Unavailable(f"no kernel for {case.dtype}")
+    norms: dict[int, Callable[[Tensor], None]] = {}
+
+    def normalize(x: Tensor, weight: Tensor) -> None:
+        if id(weight) not in norms:
+            norms[id(weight)] = ncnn_norm(weight, EPS, case.threads)
+        norms[id(weight)](x)
+
+    return in_place(inputs, normalize)
 
 
 def onnxruntime(case: Case, inputs: Inputs) -> Norm:

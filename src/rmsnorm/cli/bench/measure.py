@@ -19,16 +19,21 @@ from rmsnorm.cli.progress import Step
 from rmsnorm.cli.text import printable
 
 COPY = "copy"
-OURS, OURS_OUT = "rmsnorm", "rmsnorm out="
+OURS, OURS_OUT, OURS_IN_PLACE, NCNN = "rmsnorm", "rmsnorm out=", "rmsnorm in place", "ncnn in place"
+# They take part in one contest, where others have no such call.
+FORWARD_ALONE = (OURS_OUT, OURS_IN_PLACE, NCNN)
 CONTESTANTS: dict[str, Maker] = {
     OURS: contestants.ours,
     OURS_OUT: contestants.ours_out,
+    OURS_IN_PLACE: contestants.ours_in_place,
     "F.rms_norm": contestants.eager,
     "torch.compile": contestants.compiled,
     "F.layer_norm": contestants.layer_norm,
     "naive": contestants.naive,
     "vllm": contestants.vllm,
     "zentorch": contestants.zentorch,
+    "pace": contestants.pace,
+    NCNN: contestants.ncnn,
     "onnxruntime": contestants.onnxruntime,
     "liger": contestants.liger,
     "quack": contestants.quack,
@@ -142,7 +147,7 @@ def _contest(case: Case, plan: Plan, step: Step) -> Iterator[Result]:
         target, x = torch.empty_like(inputs.x), inputs.x
         calls[COPY] = lambda: target.copy_(x)
         for name in plan.names:
-            if name == OURS_OUT and case.what != "forward":
+            if name in FORWARD_ALONE and case.what != "forward":
                 continue
             found = _enter(case, name, inputs)
             if isinstance(found, Refused):

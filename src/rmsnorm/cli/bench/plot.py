@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rmsnorm.cli.bench.measure import COPY, OURS, OURS_OUT, Result
+from rmsnorm.cli.bench.measure import COPY, NCNN, OURS, OURS_IN_PLACE, OURS_OUT, Result
 
 # Of middling lightness: they are seen on a white page and on a dark one.
 GREY = "#7a828c"
@@ -15,19 +15,22 @@ COLORS = {
     COPY: GREY,
     OURS: "#e8590c",
     OURS_OUT: "#f5a623",
+    OURS_IN_PLACE: "#c98a5a",
     "F.rms_norm": "#1c7ed6",
     "torch.compile": "#7c5cf0",
     "F.layer_norm": "#2f9e44",
     "naive": "#a0703c",
     "vllm": "#0ca3b5",
     "zentorch": "#d6336c",
+    "pace": "#e03131",
+    NCNN: "#4a7a6a",
     "onnxruntime": "#7a9c12",
     "liger": "#b346c9",
     "quack": "#4c6ef5",
     "flash-attn": "#0b8f68",
     "apex": "#9c6b58",
 }
-_MARKERS = "osD^vP*Xhpd<>8"
+_MARKERS = "osD^vP*Xhpd<>8H1234"
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
