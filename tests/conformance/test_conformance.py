@@ -103,6 +103,14 @@ def test_results_that_depend_on_threads_are_found():
     assert torch.get_num_threads() == 1
 
 
+def test_a_number_of_threads_that_is_set_from_the_first_call_on_is_found():
+    def norm(x, weight, eps=1e-6):
+        torch.set_num_threads(2)
+        return formula.right(x, weight, eps)
+
+    assert "the number of threads" in results(norm, chosen(["process-settings"]))["process-settings"].finding
+
+
 def test_compiled_results_are_compared_with_eager_ones():
     checks = chosen(["compile"])
     assert failing(results(formula.other_results_compiled, checks, strict=True)) == {"compile", "compile-bits"}

@@ -8,6 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from rmsnorm import __version__
 from rmsnorm.cli import bench, check, compare, demo, info, inspect
@@ -22,6 +23,13 @@ COMMANDS = {
     "inspect": inspect,
     "check": check,
 }
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, whatever was typed."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message, 1000))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="rmsnorm", description="RMSNorm for PyTorch, the same to the bit everywhere.")
+    parser = _Parser(prog="rmsnorm", description="RMSNorm for PyTorch, the same to the bit everywhere.")
     parser.add_argument("--version", action="version", version=f"rmsnorm {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, module in COMMANDS.items():

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import rmsnorm
+from rmsnorm.cli.text import printable
 from rmsnorm.gpu import availability
 from rmsnorm.ops import fallback, library
 
@@ -112,4 +113,4 @@ def format_facts(facts: dict[str, Any]) -> str:
         hint = "" if all(packages.values()) else f'; try: pip install "rmsnorm[{extra}]"'
         lines.append((f"for {extra}", found + hint))
     lines += [("environment" if i == 0 else "", f"{k}={v}") for i, (k, v) in enumerate(environment.items())]
-    return "\n".join(f"{name:<14}{value}".rstrip() for name, value in lines)
+    return "\n".join(f"{name:<14}{printable(value, 1000)}".rstrip() for name, value in lines)

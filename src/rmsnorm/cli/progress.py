@@ -37,13 +37,14 @@ def progress(total: float) -> Iterator[Step]:
 @contextmanager
 def _bar(total: float) -> Iterator[Step]:
     from rich.console import Console
-    from rich.markup import escape
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     left = TextColumn("left", style="progress.remaining")
     columns = SpinnerColumn(), BarColumn(20), TaskProgressColumn(), TimeRemainingColumn(), left
     # This very stream: others may redirect sys.stderr meanwhile.
-    with Progress(*columns, TextColumn("{task.description}"), console=Console(file=sys.stderr), transient=True) as bar:
+    with Progress(
+        *columns, TextColumn("{task.description}", markup=False), console=Console(file=sys.stderr), transient=True
+    ) as bar:
         task = bar.add_task("", total=total)
         before = 0.0
 
@@ -52,6 +53,6 @@ def _bar(total: float) -> Iterator[Step]:
             bar.advance(task, before)
             before = size
             if text:
-                bar.update(task, description=escape(printable(text)))
+                bar.update(task, description=printable(text))
 
         yield step

@@ -48,6 +48,7 @@ def examine(request: Request, checks: Iterable[Check], step: Step) -> Iterator[A
     """
     torch.set_num_threads(request.threads)
     implementation = load(request.target)
+    torch.set_num_threads(request.threads)  # it was called meanwhile
     if request.inference:
         implementation = replace(implementation, trains=False)
     yield About(implementation.name, implementation.calls, implementation.source)

@@ -91,6 +91,7 @@ def run(
         step: for a progress bar.
     """
     step(CONVENTION.name)
+    threads = torch.get_num_threads()
     try:
         form = find(implementation, device)
     except (NotRMSNorm, Raised) as reason:
@@ -101,6 +102,8 @@ def run(
     for check in checks:
         if check is not CONVENTION:
             step(check.name)
+        if torch.get_num_threads() != threads:  # an earlier call has changed it, which is for a check to say
+            torch.set_num_threads(threads)
         yield result_of(check, _outcome(check, context, expected, strict))
 
 

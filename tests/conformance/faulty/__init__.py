@@ -82,7 +82,7 @@ FAULTS = (
     Fault(stateful.eps_of_the_first_norm, ("call-sequence",), "y is wrong for"),
     Fault(stateful.dtype_of_the_first_call, ("call-sequence",), "its dtype is wrong for"),
     Fault(stateful.statistics_by_address, ("call-sequence",), "that of an earlier x at the same address"),
-    Fault(shared.result_in_one_buffer, ("own-memory",), "a result is overwritten by the next call"),
+    Fault(shared.result_in_one_buffer, ("own-memory",), "a result is overwritten by the next call", ("calls-at-once",)),
     Fault(shared.zeros_as_they_came, ("own-memory",), "the result for rows of zeros lies in the memory of its input"),
     Fault(shared.expanded_as_it_came, ("own-memory",), "lie in one another's memory"),
     Fault(shared.results_handed_out_again, ("own-memory",), "results are kept and handed out again"),

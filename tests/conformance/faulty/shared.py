@@ -87,5 +87,5 @@ def subnormals_become_zero(x, weight, eps=1e-6):
 def changes_the_number_of_threads(x, weight, eps=1e-6):
     y = right(x, weight, eps)
     if x.shape == (5, 64):
-        torch.set_num_threads(torch.get_num_threads() + 1)
+        torch.set_num_threads(2)  # more than the machine has would wait for each other
     return y

@@ -174,7 +174,7 @@ def machine() -> dict[str, Any]:
     """Return what the figures depend on, and the command."""
     facts = info.collect()
     names = ("rmsnorm", "torch", "processor", "accelerator", "platform")
-    command = shlex.join(["rmsnorm", *sys.argv[1:]])
+    command = printable(shlex.join(["rmsnorm", *sys.argv[1:]]), 1000)
     return {name: facts[name] for name in names} | {
         "isa": facts["kernels"]["isa"],
         "date": datetime.now(timezone.utc).date().isoformat(),

@@ -10,6 +10,7 @@ from typing import Any
 
 from rmsnorm.cli.bench.measure import Result
 from rmsnorm.cli.requirements import CannotRun, writing
+from rmsnorm.cli.text import printable
 
 Write = Callable[[dict[str, Any]], None]
 
@@ -42,10 +43,14 @@ def read(path: Path) -> tuple[dict[str, Any], list[Result]]:
     """
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        about = {key: value for line in lines for key, value in line.get("about", {}).items()}
+        about = {
+            key: None if value is None else printable(str(value), 1000)
+            for line in lines
+            for key, value in line.get("about", {}).items()
+        }
         return about, [Result.from_json(line) for line in lines if "about" not in line]
     except OSError as error:
         raise CannotRun(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise CannotRun(f"{path} has not the lines of `rmsnorm bench --json` ({problem})") from None

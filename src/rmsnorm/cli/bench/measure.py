@@ -77,14 +77,19 @@ class Result:
 
     @classmethod
     def from_json(cls, line: dict[str, Any]) -> Result:
-        """Return what `to_json` wrote."""
+        """Return what `to_json` wrote; a file may hold anything, and what is no such line raises."""
         rows, _, cols = line["shape"].partition("x")
-        shape = Shape(int(rows), int(cols), line["name"])
-        case = Case(line["what"], shape, line["dtype"], line["device"], line["threads"])
-        us = line.get("us")
-        timing = Timing(**{name: value / 1e6 for name, value in us.items()}) if us else None
-        fields = (line.get(name) for name in ("gb_per_s", "of_copy"))
-        return cls(case, line["cache"], line["contestant"], line["status"], line.get("reason"), timing, *fields)
+        what, name, dtype, device, cache, contestant, status = (
+            printable(line[key]) for key in ("what", "name", "dtype", "device", "cache", "contestant", "status")
+        )
+        case = Case(what, Shape(int(rows), int(cols), name), dtype, device, int(line["threads"]))
+        if status in ("wrong", "missing"):
+            return cls(case, cache, contestant, status, printable(line["reason"]))
+        if status != "timed":
+            raise ValueError(f"a status is timed, wrong or missing, not {status!r}")
+        timing = Timing(*(_number(line["us"][key]) / 1e6 for key in ("median", "low", "high")))
+        rates = (_number(line[key]) for key in ("gb_per_s", "of_copy"))
+        return cls(case, cache, contestant, status, None, timing, *rates)
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,13 @@ class Plan:
 
 
 _CHECKING = 2.0
+
+
+def _number(value: float) -> float:
+    """Return a number of a file, which is positive and finite."""
+    if not 0 < value < float("inf"):
+        raise ValueError(f"figures are positive and finite, not {value}")
+    return float(value)
 
 
 def measure(cases: Sequence[Case], plan: Plan, step: Step) -> Iterator[Result]:

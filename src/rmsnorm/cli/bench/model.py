@@ -136,7 +136,7 @@ def show(speeds: Sequence[Speed]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False, markup=False, emoji=False)
     for (model, dtype, threads), group in groupby(speeds, lambda s: (s.model, s.dtype, s.threads)):
         title = f"{model}\n{dtype}, {threads} thread{'s' if threads > 1 else ''}"
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -45,9 +45,9 @@ def figure(results: Sequence[Result], *, transparent: bool = False) -> Any:
     columns = list(dict.fromkeys((r.case.dtype, r.cache) for r in timed))
     names = list(dict.fromkeys(r.contestant for r in timed))
     per_line = min(len(names), max(3, 3 * len(columns)))
-    legend = 0.1 + 0.22 * math.ceil(len(names) / per_line)
-    size = 4.0 * max(len(columns), 1.4), 2.9 * len(rows) + legend
-    layout = ConstrainedLayoutEngine(rect=(0, legend / size[1], 1, 1 - legend / size[1]))
+    margin = 0.1 + 0.22 * math.ceil(len(names) / per_line)
+    size = 4.0 * max(len(columns), 1.4), 2.9 * len(rows) + margin
+    layout = ConstrainedLayoutEngine(rect=(0, margin / size[1], 1, 1 - margin / size[1]))
     drawn = Figure(figsize=size, layout=layout, facecolor="none" if transparent else "white")
     panels = drawn.subplots(len(rows), len(columns), squeeze=False, sharey="row")
     for line, (what, device, threads) in zip(panels, rows, strict=True):
@@ -65,7 +65,7 @@ def figure(results: Sequence[Result], *, transparent: bool = False) -> Any:
             _panel(panel, f"{what}, {dtype}, {where}, {cache}", chosen, names, transparent)
         line[0].set_ylabel("GB/s", color=GREY if transparent else "black")
     handles = [_line(panels[0][0], [], [], name, names) for name in names]
-    drawn.legend(
+    legend = drawn.legend(
         handles=handles,
         loc="lower center",
         ncols=per_line,
@@ -73,13 +73,15 @@ def figure(results: Sequence[Result], *, transparent: bool = False) -> Any:
         fontsize=9,
         labelcolor=GREY if transparent else "black",
     )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     return drawn
 
 
 def _panel(panel: Any, title: str, results: Sequence[Result], names: Sequence[str], transparent: bool) -> None:
     ink = GREY if transparent else "black"
     shapes = sorted({r.case.shape for r in results}, key=lambda s: (s.rows * s.cols, s.cols))
-    panel.set_title(title, fontsize=10, color=ink)
+    panel.set_title(title, fontsize=10, color=ink, parse_math=False)
     panel.set_facecolor("none")
     panel.set_yscale("log")
     panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

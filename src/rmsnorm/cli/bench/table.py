@@ -20,7 +20,7 @@ def show(results: Sequence[Result]) -> None:
     """Print a table for each kind of contest, and a list of who was not timed."""
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False, markup=False, emoji=False)
     for (what, dtype, device, threads, cache), group in groupby(results, _contest):
         where = f"{threads} thread{'s' if threads > 1 else ''}" if device == "cpu" else device
         rows = list(group)
@@ -38,7 +38,7 @@ def show(results: Sequence[Result]) -> None:
         if any(map(_noisy, timed)):
             console.print(f"~: a quartile is more than {NOISY:.0%} away from the median.")
     for line in absentees(results):
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)
 
 
 def _contest(result: Result) -> tuple[str, str, str, int, str]:

@@ -18,6 +18,7 @@ from rmsnorm.cli.check.page import page
 from rmsnorm.cli.check.report import Report, show, show_list
 from rmsnorm.cli.progress import progress
 from rmsnorm.cli.requirements import CannotRun, require_writable, writing
+from rmsnorm.cli.text import printable
 from rmsnorm.spec import ROUNDINGS
 
 
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         with writing(arguments.html):
             arguments.html.write_text(page(report), encoding="utf-8")
-        print(f"wrote {arguments.html}", file=sys.stderr)
+        print(f"wrote {printable(str(arguments.html))}", file=sys.stderr)
     return report.exit_code
 
 

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from math import isfinite
 
 import torch
 
@@ -107,12 +108,16 @@ class Report:
         return said
 
     def json(self) -> str:
-        return json.dumps(asdict(self), indent=2)
+        return json.dumps(asdict(self), indent=2, allow_nan=False)
 
 
 def _shown(result: Result) -> Result:
-    """A result whose words are fit to be shown: an implementation's exceptions may say anything."""
-    return replace(result, measured=printable(result.measured), finding=printable(result.finding))
+    """A result that is fit to be shown: an implementation's exceptions may say anything, and JSON has no infinity."""
+    figures = {
+        name: str(value) if isinstance(value, float) and not isfinite(value) else value
+        for name, value in result.figures.items()
+    }
+    return replace(result, measured=printable(result.measured), finding=printable(result.finding), figures=figures)
 
 
 def show(report: Report) -> None:
@@ -145,13 +150,13 @@ def _told(report: Report) -> list[Result]:
 def _show_on_terminal(report: Report) -> None:
     from rich import box
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console(highlight=False)
-    console.print(f"\n[bold]{escape(report.implementation)}[/bold]")
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.print(Text(f"\n{report.implementation}", "bold"))
     for line in _heading(report):
-        console.print(f"[dim]{escape(line)}[/dim]")
+        console.print(Text(line, "dim"))
     names = max(len(result.name) for result in report.results)
     for title, results in report.groups:
         table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -159,13 +164,13 @@ def _show_on_terminal(report: Report) -> None:
         table.add_column("verdict", no_wrap=True, width=14)
         table.add_column("measured")
         for r in results:
-            table.add_row(r.name, f"[{STYLES[r.verdict]}]{r.verdict}[/]", escape(r.measured))
+            table.add_row(r.name, Text(r.verdict, STYLES[r.verdict]), Text(r.measured))
         console.print(table)
     for result in _told(report):
-        console.print(f"[bold red]{result.name}[/bold red]: {escape(result.finding)}")
-        console.print(f"[dim]{escape(result.meaning)}[/dim]\n")
+        console.print(Text.assemble((result.name, "bold red"), f": {result.finding}"))
+        console.print(Text(f"{result.meaning}\n", "dim"))
     colour = {0: "green", 1: "red"}.get(report.exit_code, "yellow")
-    console.print(f"[bold {colour}]{report.summary}[/]. Took {report.seconds:.0f} s.")
+    console.print(Text.assemble((report.summary, f"bold {colour}"), f". Took {report.seconds:.0f} s."))
 
 
 def show_list() -> None:
