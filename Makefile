@@ -32,11 +32,16 @@ test: $(VENV)/.package $(VENV)/.triton
 test-all: test
 	$(PYTEST) -m exhaustive
 
+SCHEMA := $(BIN)/python -m check_jsonschema -q --builtin-schema vendor.github-
+
 check: $(VENV)/.package
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run -Werror $(CSRC)
 	$(BIN)/mypy
+	$(SCHEMA)workflows .github/workflows/*.yml
+	$(SCHEMA)issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
+	$(BIN)/python -m check_jsonschema -q --builtin-schema vendor.citation-file-format CITATION.cff
 
 # The kernel tests on a library built with GCC's AddressSanitizer and UndefinedBehaviorSanitizer. Its runtime must be the first
 # library loaded, with libstdc++ beside it to catch exceptions; without the stamp the next target builds plain kernels again.

@@ -1,4 +1,4 @@
-"""Calls whose arguments are checked before anything else: all that the fast paths of functional.py do not take."""
+"""Calls whose arguments are checked before anything else: all that the fast paths of functional do not take."""
 
 from __future__ import annotations
 

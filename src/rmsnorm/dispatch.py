@@ -96,6 +96,21 @@ def _on_kernels(
     return doors.forward(x, gate, weight, spec), None
 
 
+def can_fuse(*tensors: Tensor | None) -> bool:
+    """Whether a fused operator, or the `autograd.Function` around it, takes these tensors.
+
+    A function that fuses the norm with what follows it has the bits of the separate steps, so everything else takes
+    the steps: DTensor, jagged tensors, subclasses, functorch, forward mode, exporters, float64.
+    """
+    given = [t for t in tensors if t is not None]
+    return (
+        not differentiating()
+        and not _functorch_active()
+        and not any(type(t).__name__ == "DTensor" or t.is_nested or t.dtype == torch.float64 for t in given)
+        and not _need_decomposition(given)
+    )
+
+
 def savable(*tensors: Any) -> list[Any]:
     """The tensors, and copies of those that autograd refuses to save: inference tensors outside inference mode."""
     return [t.clone() if t is not None and t.is_inference() else t for t in tensors]

@@ -1,6 +1,6 @@
 """The operators `torch.ops.rmsnorm.*` for CUDA and ROCm: from tensors to launches.
 
-The checks here guard memory, as those in csrc/ops do; the messages a user sees come from functional.py. Memory comes
+The checks here guard memory, as those in csrc/ops do; the messages a user sees come from functional. Memory comes
 from PyTorch's allocator, launches go to the current stream of the tensors' device, and nothing waits for either: calls
 can be captured in a graph once each of their kernels has been compiled.
 """
