@@ -149,14 +149,14 @@ def batch_and_sequence_sharding_communicate_dweight_alone():
 
 def only_sums_are_sent_of_equal_shares():
     mesh = init_device_mesh("cpu", (RANKS,))
-    sum_over_ranks, sent = weight_gradient._sum_over_ranks, []
+    sum_over_ranks, sent = weight_gradient.sum_over_ranks, []
 
     def recorded(part, *others):
         sent.append(part.numel() // 64)
         return sum_over_ranks(part, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_gradient, "_sum_over_ranks", recorded)
+        patch.setattr(weight_gradient, "sum_over_ranks", recorded)
         for shape, dim in (((8, 50, 64), 0), ((2, 8 * 40, 64), 1), ((3, 8 * 40, 64), 1)):
             on_mesh(mesh, [Shard(dim)], [Replicate()], *tensors(shape, torch.float32, torch.float32))
     assert sent == [1, 2, 3 * 40]
