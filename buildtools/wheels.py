@@ -1,8 +1,8 @@
 """Builds the wheels of every platform on one Linux machine, and checks each: `make wheels`.
 
-One library serves every Python and every torch from 2.10 on, so a platform has one wheel. The Linux ones are compiled by
-GCC, the macOS one by Zig's Clang. A library of Linux that brought a C++ runtime of its own could not raise exceptions
-through torch, so it uses the system's libstdc++, in a version that manylinux_2_28 has.
+One library serves every Python and every torch from 2.10 on, so a platform has one wheel. GCC compiles those of Linux,
+Zig's Clang that of macOS. With a C++ runtime of its own a library could not raise exceptions through torch: each uses
+the system's, in a version that manylinux_2_28 or macOS 11 has.
 """
 
 from __future__ import annotations
