@@ -20,6 +20,7 @@ from rmsnorm import RMSNorm, add_rms_norm, rms_norm
 from rmsnorm.distributed import weight_gradient
 from rmsnorm.numerics import decomposition, fixed_sum
 from rmsnorm.spec import ROUNDINGS, NormSpec
+from tests.distributed import modulation_checks
 from tests.support.bits import bits_equal
 from tests.support.forms import FORMS, incoming_gradient
 
@@ -498,6 +499,10 @@ def plain_weights_under_implicit_replication():
         expected[0].backward(incoming_gradient(rows[0]).to(expected[0].dtype))
         same(list(results), list(expected))
         same([weight.grad], [leaf.grad])
+
+
+def modulation_has_the_bits_of_one_process():
+    modulation_checks.modulation_has_the_bits_of_one_process(RANKS)
 
 
 # ---------------------------------------------------------------- running them

@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from rmsnorm.distributed import weight_gradient
+from rmsnorm.distributed.dtensor import distributed
 from rmsnorm.distributed.weight_gradient import Cut
 from rmsnorm.numerics.fixed_sum import sum_rows
 from rmsnorm.numerics.modulation import shared_dims, sum_shared
 
 
-def expand(t: Tensor, like: DTensor) -> DTensor:
-    """t in the shape of a DTensor and cut as it is; plain tensors are the same on all ranks."""
+def expand(given: Tensor, like: DTensor, name: str) -> DTensor:
+    """A tensor in the shape of a DTensor and cut as it is."""
     mesh = like.device_mesh
-    if not isinstance(t, DTensor):
-        t = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    t = distributed(given, mesh, name)
     missing, shape = like.dim() - t.dim(), like.shape
     placements: list[Placement] = []
     for placement in like.placements:
@@ -38,13 +38,25 @@ class _Expand(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, shape: torch.Size, shared: list[int], cuts: list[Cut]) -> Tensor:
-        ctx.narrow, ctx.shared, ctx.cuts = local.shape, shared, cuts
+        ctx.narrow, ctx.cut = local.shape, (shared, cuts)
         return local.expand(shape).clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _sum(grad, ctx.narrow, ctx.shared, ctx.cuts), None, None, None
+        return _Sum.apply(grad, ctx.narrow, *ctx.cut), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """`_sum`."""
+
+    @staticmethod
+    def forward(ctx: Any, terms: Tensor, shape: torch.Size, shared: list[int], cuts: list[Cut]) -> Tensor:
+        ctx.wide, ctx.cut = terms.shape, (shared, cuts)
+        return _sum(terms, shape, shared, cuts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Expand.apply(grad, ctx.wide, *ctx.cut), None, None, None
 
 
 def _sum(terms: Tensor, shape: torch.Size, shared: list[int], cuts: list[Cut]) -> Tensor:

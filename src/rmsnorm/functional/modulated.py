@@ -95,10 +95,10 @@ def steps(
     n = rms_norm(unrounded(x, spec), weight, spec.eps, **options)
     if n.is_nested and isinstance(n.shape[-1], int) and n.lengths() is None:  # type: ignore[attr-defined]
         return _modulate_jagged(n, scale, shift, result)
-    return modulate(n, _shared(scale, n), _shared(shift, n), result)
+    return modulate(n, _shared(scale, n, "scale"), _shared(shift, n, "shift"), result)
 
 
-def _shared(t: Tensor | None, n: Tensor) -> Tensor | None:
+def _shared(t: Tensor | None, n: Tensor, name: str) -> Tensor | None:
     """Of n's shape, where its gradient is to be a sum in one order."""
     if t is None or decomposition.exporting() or torch.compiler.is_compiling():
         return t
@@ -106,7 +106,7 @@ def _shared(t: Tensor | None, n: Tensor) -> Tensor | None:
     if type(n).__name__ == "DTensor":
         from rmsnorm.distributed import sharing  # not before it is needed: it takes seconds to import
 
-        return sharing.expand(t, n)  # type: ignore[arg-type]
+        return sharing.expand(t, n, name)  # type: ignore[arg-type]
     return expand(t, n.shape)
 
 
@@ -119,8 +119,8 @@ def _modulate_jagged(n: Any, scale: Tensor | None, shift: Tensor | None, dtype: 
             return None
         t = t[(None,) * (n.dim() - t.dim())]
         if t.shape[0] == 1:
-            return _shared(t[0], values)
-        return torch.cat([_shared(own, rows) for own, rows in zip(t, n.unbind(), strict=True)], ragged)  # type: ignore[misc]
+            return _shared(t[0], values, "")
+        return torch.cat([_shared(own, rows, "") for own, rows in zip(t, n.unbind(), strict=True)], ragged)  # type: ignore[misc]
 
     y = modulate(values, wide(scale), wide(shift), dtype)
     return nested_tensor_from_jagged(y, n.offsets(), jagged_dim=n._ragged_idx)
