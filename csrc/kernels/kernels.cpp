@@ -101,9 +101,8 @@ void modulated_backward(const ModulatedBackward& b) {
     Ieee arithmetic;
     with_type(b.dy.dtype, [&](auto dy) {
         with_type(b.x.dtype, [&](auto x) {
-            with_type(b.scale.given ? b.scale.dtype : Dtype::f32, [&](auto z) {
-                modulated_backward_rows<decltype(dy), decltype(x), decltype(z)>(b);
-            });
+            with_type(b.scale.given ? b.scale.dtype : Dtype::f32,
+                      [&](auto z) { modulated_backward_rows<decltype(dy), decltype(x), decltype(z)>(b); });
         });
     });
 }
@@ -135,6 +134,7 @@ void round(const float* values, void* result, Dtype dtype, int64_t cols) {
 namespace rmsnorm {
 
 extern const Kernels RMSNORM_TABLE;  // kernels_<isa>, which isa.cpp knows
-const Kernels RMSNORM_TABLE = {isa_name, forward, backward, rebuild, modulated_backward, gain, accumulate, round};
+const Kernels RMSNORM_TABLE = {isa_name,           forward, backward,   rebuild,
+                               modulated_backward, gain,    accumulate, round};
 
 }  // namespace rmsnorm

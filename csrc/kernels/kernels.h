@@ -33,12 +33,12 @@ struct Vector {
 //   after        y = n, or n rounded to normed_type, * act(gate) or * (1 + scale) + shift
 struct Forward {
     Rows x, y;
-    Rows residual, h;  // both or neither; h = t + residual in the residual's dtype
-    Rows gate;         // only without residual; y has x's dtype where the gate comes last
+    Rows residual, h;   // both or neither; h = t + residual in the residual's dtype
+    Rows gate;          // only without residual; y has x's dtype where the gate comes last
     Rows scale, shift;  // either, of one dtype; without a gate
-    Vector rstd;       // one value per group
-    Vector gain;       // weight + weight_offset, of a row; 1 where there is none
-    float* scratch;    // forward_scratch(*this) floats
+    Vector rstd;        // one value per group
+    Vector gain;        // weight + weight_offset, of a row; 1 where there is none
+    float* scratch;     // forward_scratch(*this) floats
     int64_t rows, cols, groups;
     double eps;
     double alpha;     // t = x * alpha, rounded to x's dtype; t = x where alpha is 1

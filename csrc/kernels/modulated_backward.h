@@ -44,7 +44,8 @@ void normed_row(const ModulatedBackward& b, int64_t r, float* n) {
         scale_row<X, float, decltype(x_hat), false>(x, b.rstd.data[r], gain, n, b.cols, x);
     });
     if (b.normed_type != Dtype::f32)
-        fill_row<float>(n, b.cols, [=](int64_t i, auto... rest) { return round_to(load(n + i, rest...), DY{}); });
+        fill_row<float>(n, b.cols,
+                        [=](int64_t i, auto... rest) { return round_to(load(n + i, rest...), DY{}); });
 }
 
 template <class DY, class X, class Z>

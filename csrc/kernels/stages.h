@@ -135,11 +135,12 @@ void modulate_after(const Forward& f, int64_t r, int64_t begin, int64_t count, c
     const Z* const shift = f.shift.given ? row<Z>(f.shift, r) + begin : nullptr;
     const F32 one = set(1);
     auto fill = [&](auto type) {
-        fill_row<std::conditional_t<can_carry<Z, Y>, Z, Y>>(row<Y>(f.y, r) + begin, count, [=](int64_t i, auto... rest) {
-            F32 v = round_to(load(n + i, rest...), type);
-            if (scale) v = mul(v, add(load(scale + i, rest...), one));
-            return shift ? add(v, load(shift + i, rest...)) : v;
-        });
+        fill_row<std::conditional_t<can_carry<Z, Y>, Z, Y>>(
+            row<Y>(f.y, r) + begin, count, [=](int64_t i, auto... rest) {
+                F32 v = round_to(load(n + i, rest...), type);
+                if (scale) v = mul(v, add(load(scale + i, rest...), one));
+                return shift ? add(v, load(shift + i, rest...)) : v;
+            });
     };
     if (f.normed_type == Dtype::f32)
         fill(float{});

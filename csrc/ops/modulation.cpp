@@ -1,5 +1,5 @@
-// The operators of modulation, y = norm(x) * (1 + scale) + shift; scale and shift, of one dtype, are broadcast
-// over x's leading dimensions.
+// The operators of modulation, y = norm(x) * (1 + scale) + shift; scale and shift, of one dtype, are
+// broadcast over x's leading dimensions.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -11,25 +11,25 @@ namespace {
 
 using Optional = std::optional<Tensor>;
 
-Norm modulated(const Tensor& x, const Optional& weight, const Optional& scale, const Optional& shift, double eps,
-               double weight_offset, int64_t rounding) {
+Norm modulated(const Tensor& x, const Optional& weight, const Optional& scale, const Optional& shift,
+               double eps, double weight_offset, int64_t rounding) {
     Norm norm{View(x, "x"), {}, {}, view(weight, "weight"), {eps, weight_offset, rounding}};
     norm.scale = broadcast(scale, norm.x, "scale");
     norm.shift = broadcast(shift, norm.x, "shift");
     return norm;
 }
 
-Tensor modulated_forward(const Tensor& x, const Optional& weight, const Optional& scale, const Optional& shift,
-                         double eps, double weight_offset, int64_t rounding) {
+Tensor modulated_forward(const Tensor& x, const Optional& weight, const Optional& scale,
+                         const Optional& shift, double eps, double weight_offset, int64_t rounding) {
     const Norm norm = modulated(x, weight, scale, shift, eps, weight_offset, rounding);
     const View y = empty_y(norm);
     normalize(norm, y);
     return y.tensor;
 }
 
-std::tuple<Tensor, Tensor> modulated_forward_train(const Tensor& x, const Optional& weight, const Optional& scale,
-                                                   const Optional& shift, double eps, double weight_offset,
-                                                   int64_t rounding) {
+std::tuple<Tensor, Tensor> modulated_forward_train(const Tensor& x, const Optional& weight,
+                                                   const Optional& scale, const Optional& shift, double eps,
+                                                   double weight_offset, int64_t rounding) {
     const Norm norm = modulated(x, weight, scale, shift, eps, weight_offset, rounding);
     const View y = empty_y(norm);
     const Tensor rstd = empty_rstd(norm);
@@ -47,8 +47,8 @@ Tensor sums_as_tensor(const Sums& sums, int64_t begin, const View& x, int64_t sh
     const int64_t segments = made.numel() / x.cols();
     for_rows(segments, x.cols(), [&](int64_t first, int64_t end) {
         for (int64_t segment = first; segment < end; ++segment)
-            table().round(sums.total(segment) + begin, data + segment * x.cols() * rmsnorm::size_of(dtype), dtype,
-                          x.cols());
+            table().round(sums.total(segment) + begin, data + segment * x.cols() * rmsnorm::size_of(dtype),
+                          dtype, x.cols());
     });
     return made;
 }
@@ -67,14 +67,16 @@ std::tuple<Optional, Optional, Optional, Optional> modulated_backward(
     STD_TORCH_CHECK(shared >= 0 && shared < x.dim, "shared must be a number of leading dimensions");
     std::optional<View> dx;
     if (need_dx) dx = empty_like(x, x.dtype);
-    const Layout layout(x.dim, x.sizes,
-                        {dy.strides, x.strides, scale ? scale->strides() : x.strides, (dx ? *dx : x).strides});
+    const Layout layout(
+        x.dim, x.sizes,
+        {dy.strides, x.strides, scale ? scale->strides() : x.strides, (dx ? *dx : x).strides});
     const int64_t cols = x.cols(), rows = layout.rows();
     // Without dscale and dshift all rows are one segment.
     int64_t segments = 1, segment_rows = 1;
     for (int64_t d = 0; d < x.dim - 1; ++d)
         ((dscale_type || dshift_type) && d < x.dim - 1 - shared ? segments : segment_rows) *= x.sizes[d];
-    STD_TORCH_CHECK(!need_dweight || segments == 1, "dweight is a sum over all rows, dscale and dshift are not");
+    STD_TORCH_CHECK(!need_dweight || segments == 1,
+                    "dweight is a sum over all rows, dscale and dshift are not");
     const Tensor rstd = values_of_groups(rstd_given, rows);
     const Gain gain(weight, weight_offset, cols, x.dtype);
     const rmsnorm::Kernels& kernels = table();
@@ -102,7 +104,8 @@ std::tuple<Optional, Optional, Optional, Optional> modulated_backward(
             kernels.modulated_backward(part);
         });
     };
-    const Sums sums = sum_segments(segments, segment_rows, cols, width, rmsnorm::modulated_scratch(cols), work);
+    const Sums sums =
+        sum_segments(segments, segment_rows, cols, width, rmsnorm::modulated_scratch(cols), work);
     Result dweight, dscale, dshift;
     if (need_dweight) {
         const Dtype type = weight ? weight->dtype : Dtype::f32;
@@ -117,13 +120,14 @@ std::tuple<Optional, Optional, Optional, Optional> modulated_backward(
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(rmsnorm, m) {
-#define MODULATED                                                                                     \
+#define MODULATED                                                                                  \
     "Tensor x, Tensor? weight, Tensor? scale, Tensor? shift, float eps, float weight_offset=0.0, " \
     "int rounding=0"
     m.def("modulated_forward(" MODULATED ") -> Tensor");
     m.def("modulated_forward_train(" MODULATED ") -> (Tensor y, Tensor rstd)");
     m.def(
-        "modulated_backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, Tensor? scale, float weight_offset, "
+        "modulated_backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, Tensor? scale, float "
+        "weight_offset, "
         "int rounding, int shared, bool need_dx, bool need_dweight, ScalarType? dscale_dtype, "
         "ScalarType? dshift_dtype) -> (Tensor? dx, Tensor? dweight, Tensor? dscale, Tensor? dshift)");
 #undef MODULATED

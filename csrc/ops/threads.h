@@ -44,7 +44,8 @@ Sums sum_segments(int64_t segments, int64_t rows, int64_t cols, int64_t width, i
         segments * rows * cols <= elements_per_thread ? 1 : int64_t(torch::stable::get_num_threads());
     // A thread takes whole subtrees: one, or about eight where threads are no power of two.
     int64_t subtrees = 1;
-    while (subtrees < leaves && segments * subtrees < 8 * threads && segments * subtrees % threads) subtrees *= 2;
+    while (subtrees < leaves && segments * subtrees < 8 * threads && segments * subtrees % threads)
+        subtrees *= 2;
     const int64_t units = segments * subtrees, tasks = std::min(threads, units);
     const int64_t subtree_leaves = leaves / subtrees;
     int64_t levels = 0;  // of a subtree, above its leaves
@@ -89,7 +90,8 @@ Sums sum_segments(int64_t segments, int64_t rows, int64_t cols, int64_t width, i
 
     for (int64_t segment = 0; width && segment < segments; ++segment)
         for (int64_t step = 1; step < subtrees; step *= 2)
-            for (int64_t subtree = segment * subtrees; subtree < (segment + 1) * subtrees; subtree += 2 * step)
+            for (int64_t subtree = segment * subtrees; subtree < (segment + 1) * subtrees;
+                 subtree += 2 * step)
                 kernels.accumulate(totals + (subtree + step) * width, totals + subtree * width, width);
     return {buffer, subtrees * width};
 }

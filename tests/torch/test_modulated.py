@@ -1,4 +1,4 @@
-"""modulated_rms_norm: the bits of the norm, a product and a sum, forward and backward, for whatever shares its scale."""
+"""modulated_rms_norm: the bits of the norm, a product and a sum, forward and backward, whoever shares a scale."""
 
 import itertools
 
@@ -82,13 +82,12 @@ def test_the_steps_are_the_formula_and_gradients_are_trees_of_each_sample(dtype,
 
 
 def test_liger_style_formula_lies_within_the_roundings():
-    """In float64: y differs by the roundings of rstd (1/2 ulp, and those of its float64 steps), x_hat, the gain, 1 +
-    scale, the product and the sum: six of 2^-24, each relative to no more than |n (1 + scale)| + |shift|."""
     x, scale, shift, weight = made(*X_SHAPE), made(BATCH, 1, COLS, seed=1), made(BATCH, 1, COLS, seed=2), made(COLS)
     n = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
     product = n * (1 + scale.double())
     error = (modulated_rms_norm(x, scale, shift, weight).double() - (product + shift)).abs()
-    # 1 + scale is rounded relative to itself, so small sums of it cost no more.
+    # Rounded are rstd, x_hat, the gain, 1 + scale, the product and the sum: six of 2^-24, relative to no more than
+    # |n (1 + scale)| + |shift|; the seventh is for products of those errors and the float64 steps of rstd.
     assert (error <= 7 * 2.0**-24 * (product.abs() + shift.abs())).all()
 
 
@@ -154,9 +153,7 @@ def test_only_what_is_wanted_is_computed():
     every = results(modulated_rms_norm, [x, scale, shift, weight], {})[1:]
     for wanted in itertools.product((False, True), repeat=4):
         if any(wanted):
-            leaves = [
-                t.clone().requires_grad_(want) for t, want in zip((x, scale, shift, weight), wanted, strict=True)
-            ]
+            leaves = [t.clone().requires_grad_(want) for t, want in zip((x, scale, shift, weight), wanted, strict=True)]
             y = modulated_rms_norm(*leaves)
             found = torch.autograd.grad(y, [t for t in leaves if t.requires_grad], made(*y.shape, seed=9))
             same(found, [t for t, want in zip(every, wanted, strict=True) if want])
@@ -208,7 +205,10 @@ def test_nothing_of_the_inputs_size_is_kept_but_x():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scale": made(COLS - 1)}, r"scale must end in \(40,\) and broadcast to x's shape \(3, 130, 40\), got \(39,\)"),
+        (
+            {"scale": made(COLS - 1)},
+            r"scale must end in \(40,\) and broadcast to x's shape \(3, 130, 40\), got \(39,\)",
+        ),
         ({"shift": made(2, 1, COLS)}, "shift must end in"),
         ({"shift": made(1, BATCH, 1, COLS)}, "shift must end in"),
         ({"scale": 2.0}, "scale must be a torch.Tensor, got float"),

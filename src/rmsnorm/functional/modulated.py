@@ -68,8 +68,9 @@ def modulated_rms_norm(
         checks.check_broadcast(shift, x, "shift", dims)
     if dims == 1:
         return normalize_and_modulate(x, scale, shift, weight, spec)
-    flat = (None if t is None else t.flatten(-dims) for t in (x, scale, shift, weight))
-    return normalize_and_modulate(*flat, spec).reshape(x.shape)  # type: ignore[arg-type]
+    flat = [None if t is None else t.flatten(-dims) for t in (x, scale, shift)]
+    weight = None if weight is None else weight.flatten()
+    return normalize_and_modulate(*flat, weight, spec).reshape(x.shape)  # type: ignore[arg-type, call-arg]
 
 
 def normalize_and_modulate(
@@ -86,9 +87,7 @@ def normalize_and_modulate(
     return operators(x).modulated_forward(x, weight, scale, shift, *spec[:3])  # type: ignore[no-any-return]
 
 
-def steps(
-    x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, spec: NormSpec
-) -> Tensor:
+def steps(x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, spec: NormSpec) -> Tensor:
     """What the fused operator stands for, in functions that take every kind of tensor and every transform."""
     result = reference.result_dtype(x.dtype, weight, spec)
     options: Any = {"weight_offset": spec.weight_offset, "rounding": ROUNDINGS[spec.rounding]}
@@ -198,7 +197,13 @@ def _gradients(
         # Where all rows share, dweight is a sum in the same order.
         all_at_once = in_order and need_dweight and len(sums) == 1 and x.shape[: x.dim() - 1 - len(shared)].numel() == 1
         part_dx, part_dweight, part_dscale, part_dshift = backward(
-            *tensors, weight, wide if wide is None or in_order else wide.permute(order), *options, need_dx, all_at_once, *dtypes
+            *tensors,
+            weight,
+            wide if wide is None or in_order else wide.permute(order),
+            *options,
+            need_dx,
+            all_at_once,
+            *dtypes,
         )
         if part_dx is not None:
             dx, need_dx = part_dx if in_order else part_dx.permute(_inverse(order)), False

@@ -62,7 +62,7 @@ def sum_shared(terms: Tensor, shape: Sequence[int]) -> Tensor:
     kept = [dim for dim in range(terms.dim() - 1) if dim not in shared]
     rows = math.prod([terms.shape[dim] for dim in shared])
     columns = terms.permute(*shared, *kept, -1).reshape(rows, math.prod(shape))
-    return (sum_rows(columns) if rows else columns.sum(0)).reshape(shape)
+    return (sum_rows(columns) if columns.numel() else columns.sum(0)).reshape(shape)
 
 
 def shared_dims(x_shape: Sequence[int], shape: Sequence[int]) -> list[int]:
