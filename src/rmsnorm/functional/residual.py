@@ -74,7 +74,7 @@ def add_rms_norm(
             ):
                 if weight is not None and weight.is_inference():
                     (weight,) = dispatch.savable(weight)
-                spec = new_spec(NormSpec, (eps, weight_offset, ROUNDING_INDEX[rounding], 0, 0, False, False, 1.0))
+                spec = new_spec(NormSpec, (eps, weight_offset, ROUNDING_INDEX[rounding], 0, 0, False, False, 1.0, 0))
                 return train(x, residual, None, weight, spec)  # type: ignore[no-any-return]
             add_forward = (on_gpu if has_gpu and x.is_cuda else direct).add_forward
             if weight_offset == 0.0 and rounding == "once":
