@@ -65,16 +65,16 @@ def test_a_bias_with_every_other_option():
     assert bits_equal(rms_norm(x, weight, bias=bias), rms_norm(x, weight) + bias)
     assert bits_equal(rms_norm(x, bias=bias, normalized_shape=(4, 6)), rms_norm(x, normalized_shape=(4, 6)) + bias)
     for options in ({"group_size": 3}, {"partial": 4}, {"weight_offset": 1.0}):
-        assert bits_equal(
-            rms_norm(x, weight[0], bias=bias[0], **options), rms_norm(x, weight[0], **options) + bias[0]
-        )
+        assert bits_equal(rms_norm(x, weight[0], bias=bias[0], **options), rms_norm(x, weight[0], **options) + bias[0])
 
 
 # ---------------------------------------------------------------- partial statistics
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("width", "counted"), [(1, 1), (7, 3), (33, 32), (64, 1), (127, 100), (1000, 250), (4093, 4092)])
+@pytest.mark.parametrize(
+    ("width", "counted"), [(1, 1), (7, 3), (33, 32), (64, 1), (127, 100), (1000, 250), (4093, 4092)]
+)
 def test_partial_statistics_have_the_bits_of_the_reference(width, counted, dtype):
     x = all_rows(width, dtype, seed=width)
     dy, partial = made(*x.shape, dtype=dtype, seed=9), 0 if counted == width else counted
@@ -138,7 +138,14 @@ def over_axis(x, weight, bias=None, axis=1, **options):
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_axis_has_the_bits_of_moving_it(dtype, rounding):
-    shapes = [((2, 5, 3, 7), 1), ((3, 64, 16, 16), 1), ((1, 200, 130), -2), ((40, 6), 0), ((2, 3, 4, 5, 6), 1), ((2, 0), 0)]
+    shapes = [
+        ((2, 5, 3, 7), 1),
+        ((3, 64, 16, 16), 1),
+        ((1, 200, 130), -2),
+        ((40, 6), 0),
+        ((2, 3, 4, 5, 6), 1),
+        ((2, 0), 0),
+    ]
     for index, (shape, axis) in enumerate(shapes[:5]):
         x, cols = made(*shape, dtype=dtype), shape[axis]
         weight_dtype = WEIGHTS[index % 4]

@@ -67,7 +67,5 @@ def _over_axis(
     if normalized_shape is not None or (weight is not None and weight.dim() != 1):
         raise ValueError("axis is one dimension: the weight has one too, and there is no normalized_shape")
     moved = None if out is None else out.movedim(axis, -1)
-    y = rms_norm_with_options(
-        x.movedim(axis, -1), weight, eps, None, moved, bias, partial, None, **options
-    )
+    y = rms_norm_with_options(x.movedim(axis, -1), weight, eps, None, moved, bias, partial, None, **options)
     return y.movedim(-1, axis) if out is None else out
