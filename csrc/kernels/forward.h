@@ -153,7 +153,8 @@ void forward_rows(const Forward& f, Before before, After after) {
             else
                 scale_row<U, Y, XHat, false>(u_of(r), rstd[r], gain, row<Y>(f.y, r0 + r), f.cols,
                                              read_later(r));
-            if (f.counted < f.cols) clean_uncounted<U, Y, XHat>(u_of(r), row<Y>(f.y, r0 + r), f.counted, f.cols);
+            if (f.counted < f.cols)
+                clean_uncounted<U, Y, XHat>(u_of(r), row<Y>(f.y, r0 + r), f.counted, f.cols);
         }
     }
     normed.finish();

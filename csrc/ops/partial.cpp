@@ -17,8 +17,8 @@ Norm partial_norm(const Tensor& x, const Optional& weight, double eps, double we
     return norm;
 }
 
-Tensor partial_forward(const Tensor& x, const Optional& weight, double eps, double weight_offset, int64_t rounding,
-                       int64_t partial) {
+Tensor partial_forward(const Tensor& x, const Optional& weight, double eps, double weight_offset,
+                       int64_t rounding, int64_t partial) {
     const Norm norm = partial_norm(x, weight, eps, weight_offset, rounding, partial);
     const View y = empty_y(norm);
     normalize(norm, y);
@@ -58,13 +58,15 @@ std::tuple<Optional, Optional> partial_backward(const Tensor& dy, const Tensor& 
 
 STABLE_TORCH_LIBRARY_FRAGMENT(rmsnorm, m) {
     m.def(
-        "partial_forward(Tensor x, Tensor? weight, float eps, float weight_offset, int rounding, int partial) -> "
+        "partial_forward(Tensor x, Tensor? weight, float eps, float weight_offset, int rounding, int "
+        "partial) -> "
         "Tensor");
     m.def(
         "partial_forward_train(Tensor x, Tensor? weight, float eps, float weight_offset, int rounding, int "
         "partial) -> (Tensor y, Tensor rstd)");
     m.def(
-        "partial_backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, float weight_offset, int partial, bool "
+        "partial_backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, float weight_offset, int "
+        "partial, bool "
         "need_dx, bool need_dweight) -> (Tensor? dx, Tensor? dweight)");
 }
 

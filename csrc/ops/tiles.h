@@ -22,7 +22,8 @@ void move_block(const char* from_bytes, int64_t from_row, int64_t from_col, char
         }
 }
 
-inline void move(const Rows& from, int64_t from_col, const Rows& to, int64_t to_col, int64_t rows, int64_t cols) {
+inline void move(const Rows& from, int64_t from_col, const Rows& to, int64_t to_col, int64_t rows,
+                 int64_t cols) {
     auto moved = rmsnorm::size_of(from.dtype) == 4 ? move_block<uint32_t> : move_block<uint16_t>;
     moved(static_cast<const char*>(from.data), from.stride, from_col, static_cast<char*>(to.data), to.stride,
           to_col, rows, cols);

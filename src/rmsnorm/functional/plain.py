@@ -71,8 +71,8 @@ def rms_norm(
         out: receives the result; may be x itself. For inference: not together with a gradient.
         bias: of the weight's shape, added before the last rounding. A rounding other than "once" rounds the product
             before that too.
-        partial: how many of the first elements the mean is of, or which share of them, up to the next integer: pRMSNorm.
-            All elements are scaled.
+        partial: how many of the first elements the mean is of, or which share of them (up to the next
+            integer): pRMSNorm. All elements are scaled.
         axis: the dimension to normalise over, if it is not the last: 1 for the channels of images. y lies as x does.
 
     Returns:
