@@ -30,11 +30,12 @@ struct Vector {
 //   before       u = x, or x + residual, or x * act(gate)
 //   statistics   rstd of each group of u
 //   scale        n = u * rstd, rounded to x_hat_type, * gain
-//   after        y = n, or n rounded to normed_type, * act(gate)
+//   after        y = n, or n rounded to normed_type, * act(gate) or + addend
 struct Forward {
     Rows x, y;
     Rows residual, h;  // both or neither; h = t + residual in the residual's dtype
     Rows gate;         // only without residual; y has x's dtype where the gate comes last
+    Rows addend;       // without residual and gate; y has its dtype
     Vector rstd;       // one value per group
     Vector gain;       // weight + weight_offset, of a row; 1 where there is none
     float* scratch;    // forward_scratch(*this) floats
@@ -100,7 +101,7 @@ inline bool keeps_u(const Forward& f) {
 constexpr int64_t piece_cols = 512;
 inline int64_t forward_scratch(const Forward& f) {
     if (keeps_u(f)) return rows_together(f.cols, sizeof(float)) * f.cols;
-    return !f.gate.given ? 0 : f.cols < piece_cols ? piece_cols : f.cols;
+    return !f.gate.given && !f.addend.given ? 0 : f.cols < piece_cols ? piece_cols : f.cols;
 }
 
 // Rows that go through a gate together in the backward, as float32: enough of them that calls do not cost,

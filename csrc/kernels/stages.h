@@ -126,6 +126,20 @@ void gate_after(const Forward& f, int64_t r, int64_t begin, int64_t count, const
     with_type(f.normed_type, multiply);
 }
 
+// ---------------------------------------------------------------- after: a residual
+
+// y = n + addend, n rounded to normed_type.
+template <class R>
+void add_after(const Forward& f, int64_t r, int64_t begin, int64_t count, const float* n) {
+    const R* addend = row<R>(f.addend, r) + begin;
+    R* y = row<R>(f.y, r) + begin;
+    with_type(f.normed_type, [&](auto type) {
+        fill_row<R>(y, count, [=](int64_t i, auto... rest) {
+            return add(round_to(load(n + i, rest...), type), load(addend + i, rest...));
+        });
+    });
+}
+
 // ---------------------------------------------------------------- which of them a call has
 
 // Null where there is none.
@@ -144,6 +158,8 @@ inline Before before_of(const Forward& f) {
 }
 
 inline After after_of(const Forward& f) {
+    if (f.addend.given)
+        return with_type(f.addend.dtype, [&](auto r) -> After { return add_after<decltype(r)>; });
     if (!f.gate.given || f.gate_first) return nullptr;
     return with_type(f.x.dtype, [&](auto x) {
         return with_type(f.gate.dtype, [&](auto z) -> After { return gate_after<decltype(x), decltype(z)>; });

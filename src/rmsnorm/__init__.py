@@ -7,8 +7,8 @@ from importlib.metadata import version as _version
 
 from rmsnorm.benchmarking.comparison import compare_normalization
 from rmsnorm.dispatch import compile_as
-from rmsnorm.functional import add_rms_norm, gated_rms_norm, rms_norm
-from rmsnorm.module import GatedRMSNorm, RMSNorm
+from rmsnorm.functional import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_add, rms_norm_add_rms_norm
+from rmsnorm.module import GatedRMSNorm, RMSNorm, RMSNormAdd
 from rmsnorm.patching import Convention, Report, identify, patch, unpatch
 from rmsnorm.patching.convert import fold_offset, unfold_offset
 
@@ -18,6 +18,7 @@ __all__ = [
     "Convention",
     "GatedRMSNorm",
     "RMSNorm",
+    "RMSNormAdd",
     "Report",
     "__version__",
     "add_rms_norm",
@@ -28,6 +29,8 @@ __all__ = [
     "identify",
     "patch",
     "rms_norm",
+    "rms_norm_add",
+    "rms_norm_add_rms_norm",
     "unfold_offset",
     "unpatch",
 ]

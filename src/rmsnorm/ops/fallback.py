@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rmsnorm import checks
 from rmsnorm.numerics import blocks, reference
+from rmsnorm.numerics.stages import add_residual
 from rmsnorm.ops.layouts import laid_out_like
 from rmsnorm.spec import NormSpec, check_eps, check_group_size, check_number
 
@@ -126,6 +127,32 @@ def residual_forward(
     eps, weight_offset, rounding, group_size, exact_sum, alpha = options
     spec = NormSpec(eps, weight_offset, rounding, group_size, exact_sum=exact_sum, alpha=alpha)
     return _add_and_normalize(x, residual, weight, spec)
+
+
+@_or_on_the_cpu
+def norm_add_forward(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
+) -> tuple[Tensor, Tensor]:
+    spec = NormSpec(eps, weight_offset, rounding)
+    n, rstd = _normalize(x, None, weight, spec)
+    checks.check_residual(residual, x)
+    return laid_out_like(x, add_residual(n, residual, spec)[0]), rstd
+
+
+@_or_on_the_cpu
+def norm_add_norm_forward(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    next_weight: Tensor | None,
+    eps: float,
+    next_eps: float,
+    weight_offset: float = 0.0,
+    rounding: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n, rstd = _normalize(x, None, weight, NormSpec(eps, weight_offset, rounding))
+    y, h, next_rstd = _add_and_normalize(n, residual, next_weight, NormSpec(next_eps, weight_offset, rounding))
+    return y, h, rstd, next_rstd
 
 
 @_or_on_the_cpu
