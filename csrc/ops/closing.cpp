@@ -1,4 +1,5 @@
-// The norm that closes a branch, h = norm(x) + residual, and in the same pass the norm of h that opens the next.
+// The norm that closes a branch, h = norm(x) + residual, and in the same pass the norm of h that opens the
+// next.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>

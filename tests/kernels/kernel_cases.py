@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 from rmsnorm import spec
-from tests.kernels import closing_cases, gated_cases, residual_cases
+from tests.kernels import closing_cases, gated_cases, modulation_cases, residual_cases
 from tests.kernels.kernel_calls import (
     ADD,
     NORMALIZE,
@@ -215,6 +215,8 @@ GROUPS = {
         residual_cases.residual_layouts,
         closing_cases.norms_added,
         closing_cases.norms_added_layouts,
+        modulation_cases.modulation_forms,
+        modulation_cases.modulation_gradients,
         sharp_cases.sums_to_the_last_quantum,
         sharp_cases.products_to_the_last_quantum,
         sharp_cases.slopes_between_two_floats,

@@ -3,6 +3,7 @@
 from rmsnorm.module.base import Norm
 from rmsnorm.module.closing import RMSNormAdd
 from rmsnorm.module.gated import GatedRMSNorm
+from rmsnorm.module.modulated import ModulatedRMSNorm
 from rmsnorm.module.plain import RMSNorm
 
-__all__ = ["GatedRMSNorm", "Norm", "RMSNorm", "RMSNormAdd"]
+__all__ = ["GatedRMSNorm", "ModulatedRMSNorm", "Norm", "RMSNorm", "RMSNormAdd"]
