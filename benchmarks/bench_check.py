@@ -4,8 +4,8 @@
 
 Three processes take turns: this checkout, the other commit, and the other commit once more. What the two that are
 equal differ by is the noise of a row, with all that processes have by chance, such as where their memory lies; so
-several such triples are started. A row is slower if this checkout lost against both in every triple, by more than the widest noise
-and by more than 3 %. It is then measured again, and must be slower again.
+several such triples are started. A row is slower if this checkout lost against both in every triple, by more than the
+widest noise and by more than 3 %. It is then measured again, and must be slower again.
 """
 
 from __future__ import annotations
