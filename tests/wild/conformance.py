@@ -126,6 +126,7 @@ def document(reports, missing):
     lines += [f"| | {' | '.join(reports)} |", "| --- " * (len(reports) + 1) + "|"]
     for check in CHECKS:
         lines.append(f"| {check.name} | {' | '.join(_mark(report, check.name) for report in reports.values())} |")
+    lines += ["", "## Around the norm", "", *_around(reports)]
     lines += ["", "## What was found", ""]
     told = [
         f"- `{name}`, {r['name']}: {r['finding']}."
@@ -142,6 +143,20 @@ def document(reports, missing):
     if missing:
         lines += ["", "## Not examined here", "", *(f"- {reason}." for reason in missing)]
     return "\n".join(lines) + "\n"
+
+
+def _around(reports):
+    """What those with a residual or a gate do with it."""
+    for name, report in reports.items():
+        found = {r["name"]: r for r in report["results"]}
+        for role in ("residual", "gate"):
+            told = [
+                f"{r['measured']} in {dtype}"
+                for dtype in ("float32", "bfloat16", "float16")
+                if (r := found.get(f"{role}-{dtype}")) and r["verdict"] == "pass"
+            ]
+            if told:
+                yield f"- `{name}`, with a {role}: {'; '.join(told)}."
 
 
 def _brief(measured):
