@@ -16,7 +16,7 @@ export RMSNORM_REQUIRE_KERNELS ?= 1
 
 CSRC := $(wildcard csrc/*/*)
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all check families conformance gpu-table gpu-host sanitize bench bench-check results wheel fix clean
+.PHONY: demo test test-all check families conformance gpu-table gpu-host sanitize bench bench-check results wheel wheels fix clean
 
 demo: $(VENV)/.demo
 	@echo "running the model on its own norms and on ours: about a minute"
@@ -66,6 +66,12 @@ bench-check: $(VENV)/.package
 wheel: $(VENV)/.tools
 	$(PIP) wheel . --no-build-isolation --no-deps --wheel-dir dist
 	@ls dist/*.whl
+
+# The wheels of every platform, built and checked on Linux on x86-64 with g++ and g++-aarch64-linux-gnu; and the source distribution.
+wheels: $(VENV)/.tools
+	@$(PIP) install ziglang auditwheel lief wheel build
+	$(BIN)/python buildtools/wheels.py
+	$(BIN)/python -m build --sdist --no-isolation .
 
 fix: $(VENV)/.package
 	$(BIN)/ruff format .

@@ -25,7 +25,7 @@ def folder() -> str | None:
     """The folder of torch: the build environment's, else that of the interpreter's own environment; None if neither."""
     for options in ([], ["-I"]):
         command = [sys.executable, *options, "-c", _QUESTION.format(oldest=OLDEST)]
-        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()  # noqa: S603
+        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
         if found:
             return found
     return None

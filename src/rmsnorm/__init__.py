@@ -7,8 +7,8 @@ from importlib.metadata import version as _version
 
 from rmsnorm.benchmarking.comparison import compare_normalization
 from rmsnorm.dispatch import compile_as
-from rmsnorm.functional import add_rms_norm, gated_rms_norm, rms_norm
-from rmsnorm.module import GatedRMSNorm, RMSNorm
+from rmsnorm.functional import add_rms_norm, gated_rms_norm, modulated_rms_norm, rms_norm
+from rmsnorm.module import GatedRMSNorm, ModulatedRMSNorm, RMSNorm
 from rmsnorm.patching import Convention, Report, identify, patch, unpatch
 from rmsnorm.patching.convert import fold_offset, unfold_offset
 
@@ -17,6 +17,7 @@ __version__ = _version("rmsnorm")
 __all__ = [
     "Convention",
     "GatedRMSNorm",
+    "ModulatedRMSNorm",
     "RMSNorm",
     "Report",
     "__version__",
@@ -26,6 +27,7 @@ __all__ = [
     "fold_offset",
     "gated_rms_norm",
     "identify",
+    "modulated_rms_norm",
     "patch",
     "rms_norm",
     "unfold_offset",

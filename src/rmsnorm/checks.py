@@ -99,6 +99,23 @@ def _check_beside(t: Tensor, x: Tensor, name: str) -> None:
         raise ValueError(f"{name} must be {allowed} where x is {_name(x.dtype)}, got {_name(t.dtype)}")
 
 
+def check_broadcast(t: Any, x: Tensor, name: str, dims: int = 1) -> None:
+    """A tensor on x's device that has its last `dims` dimensions and is broadcast over those before."""
+    check_tensor(t, name)
+    leading, trailing = t.shape[:-dims], tuple(x.shape[-dims:])
+    over = x.shape[x.dim() - t.dim() : -dims] if t.dim() <= x.dim() else ()
+    if (
+        tuple(t.shape[-dims:]) != trailing
+        or len(over) != len(leading)
+        or any(size not in (1, whole) for size, whole in zip(leading, over, strict=True))
+    ):
+        raise ValueError(
+            f"{name} must end in {trailing} and broadcast to x's shape {tuple(x.shape)}, got {tuple(t.shape)}"
+        )
+    if t.device != x.device:
+        raise ValueError(f"{name} must be on x's device {x.device}, got {t.device}")
+
+
 def check_out(out: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> None:
     """x's shape and device, the result's dtype, and no memory shared with what is still to be read."""
     check_tensor(out, "out")

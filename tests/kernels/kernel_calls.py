@@ -10,6 +10,7 @@ from tests.support.rows import generator, random_rows
 
 NORMALIZE, ADD, BACKWARD, REBUILD = "normalize", "add", "backward", "rebuild"
 GATED, GATED_BACKWARD, RESIDUAL = "gated", "gated_backward", "residual"
+MODULATED, MODULATED_BACKWARD = "modulated", "modulated_backward"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from tests.kernels import modulation_worker
 from tests.support.bits import difference
 
 THREADS = (1, 2, 3)
@@ -172,6 +173,8 @@ OPERATORS = {
     "gated": gated,
     "gated_backward": gated_backward,
     "residual": residual,
+    "modulated": modulation_worker.modulated,
+    "modulated_backward": modulation_worker.modulated_backward,
 }
 
 
@@ -263,6 +266,10 @@ FIRST = {
     "rebuild": lambda *a: first_results("backward")(*a[:-1], True, True, a[-1]),
     "gated": first_results("gated_forward_train"),
     "residual": first_results("residual_forward"),
+    "modulated": first_results("modulated_forward_train"),
+    "modulated_backward": lambda *a: [
+        r for r in islice(modulation_worker.modulated_backward(*a), 4) if r[2] is not None
+    ],
     "gated_backward": lambda *a: list(islice(gated_backward(*a), len(a[-1]))),  # all of them wanted
 }
 

@@ -54,6 +54,7 @@ def can_write(out: Any, x: Tensor, weight: Tensor | None) -> bool:
         and x.is_contiguous()
         and (weight is None or weight.is_contiguous())
         and out.device == x.device
-        and not (out.is_neg() or out.is_inference())
+        and not out.is_neg()
+        and (torch.is_inference_mode_enabled() or not out.is_inference())
         and not (grad_enabled() and any(t is not None and t.requires_grad for t in (out, x, weight)))
     )

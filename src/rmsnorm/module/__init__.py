@@ -2,6 +2,7 @@
 
 from rmsnorm.module.base import Norm
 from rmsnorm.module.gated import GatedRMSNorm
+from rmsnorm.module.modulated import ModulatedRMSNorm
 from rmsnorm.module.plain import RMSNorm
 
-__all__ = ["GatedRMSNorm", "Norm", "RMSNorm"]
+__all__ = ["GatedRMSNorm", "ModulatedRMSNorm", "Norm", "RMSNorm"]

@@ -1,0 +1,1 @@
+set(RMSNORM_RELEASE ON)
