@@ -77,8 +77,8 @@ void clean_uncounted(const U* u, Y* y, int64_t counted, int64_t cols) {
 // Whether rows lie side by side in every tensor: groups of a row do.
 inline bool rows_are_adjacent(const Forward& f) {
     auto adjacent = [&](const Rows& rows) { return !rows.given || rows.stride == f.cols; };
-    return f.x.stride == f.cols && f.y.stride == f.cols && adjacent(f.gate) && adjacent(f.scale) &&
-           adjacent(f.shift);
+    return f.x.stride == f.cols && f.y.stride == f.cols && adjacent(f.gate) && adjacent(f.addend) &&
+           adjacent(f.scale) && adjacent(f.shift);
 }
 
 // n of a row in float32, or of as many adjacent rows as make a piece, for a stage after.

@@ -97,7 +97,7 @@ def steps(x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor 
 
 def _shared(t: Tensor | None, n: Tensor, name: str) -> Tensor | None:
     """Of n's shape, where its gradient is to be a sum in one order."""
-    if t is None or decomposition.exporting() or torch.compiler.is_compiling():
+    if t is None or decomposition.exporting() or torch.compiler.is_compiling() or dispatch.functionalizing():
         return t
     t = t.to(torch.promote_types(n.dtype, torch.float32))
     if type(n).__name__ == "DTensor":
@@ -114,6 +114,8 @@ def _modulate_jagged(n: Any, scale: Tensor | None, shift: Tensor | None, dtype: 
     def wide(t: Tensor | None) -> Tensor | None:
         if t is None:
             return None
+        if t.is_nested:
+            return _shared(t.values(), values, "")
         t = t[(None,) * (n.dim() - t.dim())]
         if t.shape[0] == 1:
             return _shared(t[0], values, "")

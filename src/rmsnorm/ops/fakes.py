@@ -76,6 +76,31 @@ def residual_forward(
     return _sum_and_y(x, residual, weight, spec)
 
 
+def norm_add_forward(x: Tensor, residual: Tensor, weight: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    spec = NormSpec(*options)
+    if any(t is not None and t.is_meta for t in (x, residual, weight)):
+        check(x, weight, spec)
+        checks.check_residual(residual, x)
+    return like(x, residual.dtype), rstd_like(x, spec)
+
+
+def norm_add_norm_forward(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    next_weight: Tensor | None,
+    eps: float,
+    next_eps: float,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    spec = NormSpec(eps, *options)
+    h, rstd = norm_add_forward(x, residual, weight, *spec[:3])
+    if next_weight is not None and (x.is_meta or next_weight.is_meta):
+        checks.check_next_weight(next_weight, x)
+    n = _y(x, None, weight, spec)
+    return _y(n, None, next_weight, spec._replace(eps=next_eps)), h, rstd, rstd_like(x, spec)
+
+
 def gated_backward(
     dy: Tensor,
     x: Tensor,
@@ -108,6 +133,10 @@ def _sum_and_y(x: Tensor, residual: Tensor, weight: Tensor | None, spec: NormSpe
 
 def _dweight(x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[-1], dtype=rstd.dtype if weight is None else weight.dtype)
+
+
+def several_forward(xs: list[Tensor], weights: list[Tensor | None], *options: Any) -> list[Tensor]:
+    return [forward(x, weight, *options) for x, weight in zip(xs, weights, strict=True)]
 
 
 def modulated_forward(x: Tensor, *arguments: Any) -> Tensor:

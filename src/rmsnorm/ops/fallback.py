@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rmsnorm import checks
 from rmsnorm.numerics import blocks, modulation, reference
+from rmsnorm.numerics.stages import add_residual
 from rmsnorm.ops.layouts import laid_out_like, shared_shape
 from rmsnorm.spec import NormSpec, check_eps, check_group_size, check_number, check_partial
 
@@ -130,6 +131,32 @@ def residual_forward(
 
 
 @_or_on_the_cpu
+def norm_add_forward(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
+) -> tuple[Tensor, Tensor]:
+    spec = NormSpec(eps, weight_offset, rounding)
+    n, rstd = _normalize(x, None, weight, spec)
+    checks.check_residual(residual, x)
+    return laid_out_like(x, add_residual(n, residual, spec)[0]), rstd
+
+
+@_or_on_the_cpu
+def norm_add_norm_forward(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    next_weight: Tensor | None,
+    eps: float,
+    next_eps: float,
+    weight_offset: float = 0.0,
+    rounding: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n, rstd = _normalize(x, None, weight, NormSpec(eps, weight_offset, rounding))
+    y, h, next_rstd = _add_and_normalize(n, residual, next_weight, NormSpec(next_eps, weight_offset, rounding))
+    return y, h, rstd, next_rstd
+
+
+@_or_on_the_cpu
 def gated_backward(
     dy: Tensor,
     x: Tensor,
@@ -168,6 +195,10 @@ def _add_and_normalize(
 def _write(out: Tensor, x: Tensor, weight: Tensor | None, y: Tensor) -> None:
     checks.check_out(out, x, weight, y.dtype)
     out.copy_(y)
+
+
+def several_forward(xs: list[Tensor], weights: list[Tensor | None], *options: Any) -> list[Tensor]:
+    return [forward(x, weight, *options) for x, weight in zip(xs, weights, strict=True)]
 
 
 def modulated_forward(x: Tensor, *arguments: Any) -> Tensor:
