@@ -22,12 +22,11 @@ from rmsnorm.functional.fast_path import (
     functorch_active,
     grad_enabled,
     has_gpu,
-    new_spec,
     on_gpu,
+    spec_of,
     train,
 )
 from rmsnorm.ops import doors
-from rmsnorm.spec import NormSpec
 
 _forward = direct.forward
 _count_change = torch.autograd.graph.increment_version  # the operator does not: see autograd's check of what it saved
@@ -93,14 +92,13 @@ def rms_norm(
             if out is None and grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
                 if x.is_inference() or (weight is not None and weight.is_inference()):
                     x, weight = dispatch.savable(x, weight)
-                fields = eps, weight_offset, ROUNDING_INDEX[rounding], group_size or 0, 0, False, False, 1.0
-                return train(x, None, None, weight, new_spec(NormSpec, fields))  # type: ignore[no-any-return]
+                return train(x, None, None, weight, spec_of(eps, weight_offset, rounding, group_size))  # type: ignore[no-any-return]
             if group_size is None and out is None:
                 forward = on_gpu.forward if has_gpu and x.is_cuda else _forward
                 if rounding is ONCE and weight_offset == 0.0:
                     return forward(x, weight, eps)  # type: ignore[no-any-return]
                 return forward(x, weight, eps, weight_offset, ROUNDING_INDEX[rounding])  # type: ignore[no-any-return]
-            spec = NormSpec(eps, weight_offset, ROUNDING_INDEX[rounding], group_size or 0)
+            spec = spec_of(eps, weight_offset, rounding, group_size)
             if out is None:
                 return doors.forward(x, None, weight, spec)
             doors.forward_out(x, None, weight, out, spec)
