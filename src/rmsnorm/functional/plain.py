@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -117,3 +117,27 @@ def rms_norm(
     if out is not None:
         return checked.write_out(out, x, None, weight, spec, normalized_shape)
     return checked.normalize(x, None, None, weight, spec, normalized_shape)[0]
+
+
+def with_options(eps: float, weight_offset: float, rounding: str) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """`rms_norm` of these options, for a caller that knows x and weight to fit together: nothing is asked twice."""
+    given: Any = {"eps": eps, "weight_offset": weight_offset, "rounding": rounding}
+    options: tuple[float, ...] = (eps, weight_offset, ROUNDING_INDEX[rounding])
+    if rounding == ONCE and weight_offset == 0.0:
+        options = options[:1]  # the rest is as by default, which costs less
+
+    def call(x: Tensor, weight: Tensor | None) -> Tensor:
+        if (
+            type(x) is Tensor
+            and (weight is None or (type(weight) in TENSORS and weight.dtype is not FLOAT64))
+            and x.dtype is not FLOAT64
+            and not (has_gpu and x.is_cuda)
+            and not functorch_active()
+            and forward_ad._current_level < 0
+            and not compiling()
+            and not (grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)))
+        ):
+            return _forward(x, weight, *options)  # type: ignore[no-any-return]
+        return rms_norm(x, weight, **given)
+
+    return call
