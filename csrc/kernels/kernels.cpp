@@ -15,6 +15,7 @@
 #endif
 
 #include "gated_backward.h"
+#include "modulated_backward.h"
 #include "stages.h"
 
 namespace {
@@ -40,11 +41,7 @@ void gain_of(const W* weight, double offset, float* gain, int64_t cols) {
 
 template <class T>
 void round_row(const float* values, T* result, int64_t cols) {
-    for (int64_t i = 0; i < cols; ++i)
-        if (values[i] != values[i])
-            set_nan(result[i]);
-        else
-            result[i] = narrow_one(values[i], T{});
+    fill_row<float>(result, cols, [=](int64_t i, auto... n) { return nan_cleaned(load(values + i, n...)); });
 }
 
 // ---------------------------------------------------------------- from dtypes to templates
@@ -54,7 +51,7 @@ template <class Call>
 void with_groups_as_rows(const Forward& given, Call call) {
     if (given.groups == 1) return call(given);
     Forward f = given;
-    Rows* const all[] = {&f.x, &f.y, &f.residual, &f.h, &f.gate};
+    Rows* const all[] = {&f.x, &f.y, &f.residual, &f.h, &f.gate, &f.addend, &f.scale, &f.shift};
     const int64_t width = f.groups * f.cols;
     bool adjacent = true;
     for (Rows* rows : all) adjacent = adjacent && (!rows->given || rows->stride == width);
@@ -63,6 +60,8 @@ void with_groups_as_rows(const Forward& given, Call call) {
     for (int64_t r = 0; r < given.rows; r += at_once) {
         f.x = from(given.x, r), f.y = from(given.y, r), f.gate = from(given.gate, r);
         f.residual = from(given.residual, r), f.h = from(given.h, r);
+        f.addend = from(given.addend, r);
+        f.scale = from(given.scale, r), f.shift = from(given.shift, r);
         for (Rows* rows : all) rows->stride = f.cols;
         f.rstd = given.rstd;
         if (f.rstd.given) f.rstd.data += r * f.groups;
@@ -99,6 +98,16 @@ void backward(const Backward& b) {
     });
 }
 
+void modulated_backward(const ModulatedBackward& b) {
+    Ieee arithmetic;
+    with_type(b.dy.dtype, [&](auto dy) {
+        with_type(b.x.dtype, [&](auto x) {
+            with_type(b.scale.given ? b.scale.dtype : Dtype::f32,
+                      [&](auto z) { modulated_backward_rows<decltype(dy), decltype(x), decltype(z)>(b); });
+        });
+    });
+}
+
 void rebuild(const Rebuild& f) {
     Ieee arithmetic;
     with_type(f.y.dtype, [&](auto y) {
@@ -126,6 +135,7 @@ void round(const float* values, void* result, Dtype dtype, int64_t cols) {
 namespace rmsnorm {
 
 extern const Kernels RMSNORM_TABLE;  // kernels_<isa>, which isa.cpp knows
-const Kernels RMSNORM_TABLE = {isa_name, forward, backward, rebuild, gain, accumulate, round};
+const Kernels RMSNORM_TABLE = {isa_name,           forward, backward,   rebuild,
+                               modulated_backward, gain,    accumulate, round};
 
 }  // namespace rmsnorm

@@ -30,14 +30,16 @@ struct Vector {
 //   before       u = x, or x + residual, or x * act(gate)
 //   statistics   rstd of each group of u
 //   scale        n = u * rstd, rounded to x_hat_type, * gain
-//   after        y = n, or n rounded to normed_type, * act(gate)
+//   after        y = n, or n rounded to normed_type, * act(gate), or + addend, or * (1 + scale) + shift
 struct Forward {
     Rows x, y;
-    Rows residual, h;  // both or neither; h = t + residual in the residual's dtype
-    Rows gate;         // only without residual; y has x's dtype where the gate comes last
-    Vector rstd;       // one value per group
-    Vector gain;       // weight + weight_offset, of a row; 1 where there is none
-    float* scratch;    // forward_scratch(*this) floats
+    Rows residual, h;   // both or neither; h = t + residual in the residual's dtype
+    Rows gate;          // only without residual; y has x's dtype where the gate comes last
+    Rows addend;        // without residual and gate; y has its dtype
+    Rows scale, shift;  // either, of one dtype; without a gate
+    Vector rstd;        // one value per group
+    Vector gain;        // weight + weight_offset, of a row; 1 where there is none
+    float* scratch;     // forward_scratch(*this) floats
     int64_t rows, cols, groups;
     double eps;
     double alpha;     // t = x * alpha, rounded to x's dtype; t = x where alpha is 1
@@ -62,6 +64,18 @@ struct Backward {
     Activation activation;
 };
 
+// Rows of one leaf of y = n * (1 + scale) + shift: dx of each row, and terms added to sums in row order.
+struct ModulatedBackward {
+    Rows dy, x;
+    Rows scale;  // or none
+    Rows dx;     // in x's dtype
+    Vector rstd, gain;
+    Vector dweight, dscale, dshift;  // rows of sums, continued
+    float* scratch;                  // modulated_scratch(cols) floats
+    int64_t rows, cols;
+    Dtype x_hat_type, normed_type;  // as in Forward
+};
+
 // x = y / gain / rstd: undoes a plain Forward from its output (memory_efficient).
 struct Rebuild {
     Rows y, x;
@@ -74,6 +88,7 @@ struct Kernels {
     void (*forward)(const Forward&);
     void (*backward)(const Backward&);
     void (*rebuild)(const Rebuild&);
+    void (*modulated_backward)(const ModulatedBackward&);
     void (*gain)(const void* weight, Dtype dtype, double offset, float* gain, int64_t cols);
     void (*accumulate)(const float* terms, float* sums, int64_t cols);  // sums += terms
     void (*round)(const float* values, void* result, Dtype dtype, int64_t cols);
@@ -96,11 +111,13 @@ inline int64_t rows_together(int64_t cols, int64_t size) {
 inline bool keeps_u(const Forward& f) {
     return f.gate.given ? f.gate_first : f.residual.given && f.exact_sum && f.h.dtype != Dtype::f32;
 }
+inline bool modulated(const Forward& f) { return f.scale.given || f.shift.given; }
 // Stages work on pieces of a row, which stay in the first-level cache.
 constexpr int64_t piece_cols = 512;
 inline int64_t forward_scratch(const Forward& f) {
     if (keeps_u(f)) return rows_together(f.cols, sizeof(float)) * f.cols;
-    return !f.gate.given ? 0 : f.cols < piece_cols ? piece_cols : f.cols;
+    if (!f.gate.given && !f.addend.given && !modulated(f)) return 0;
+    return f.cols < piece_cols ? piece_cols : f.cols;
 }
 
 // Rows that go through a gate together in the backward, as float32: enough of them that calls do not cost,
@@ -110,6 +127,7 @@ inline int64_t backward_scratch(const Backward& b) {
     const int64_t width = b.groups * b.cols;
     return b.cols + (b.gate.given ? 2 * gate_batch(width) * width : 0);
 }
+inline int64_t modulated_scratch(int64_t cols) { return (2 + gate_batch(cols)) * cols; }
 
 }  // namespace
 

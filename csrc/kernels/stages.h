@@ -126,6 +126,42 @@ void gate_after(const Forward& f, int64_t r, int64_t begin, int64_t count, const
     with_type(f.normed_type, multiply);
 }
 
+// ---------------------------------------------------------------- after: a residual
+
+// y = n + addend, n rounded to normed_type.
+template <class R>
+void add_after(const Forward& f, int64_t r, int64_t begin, int64_t count, const float* n) {
+    const R* addend = row<R>(f.addend, r) + begin;
+    R* y = row<R>(f.y, r) + begin;
+    with_type(f.normed_type, [&](auto type) {
+        fill_row<R>(y, count, [=](int64_t i, auto... rest) {
+            return add(round_to(load(n + i, rest...), type), load(addend + i, rest...));
+        });
+    });
+}
+
+// ---------------------------------------------------------------- after: modulation
+
+// y = n * (1 + scale) + shift, n rounded to normed_type, which is y's if it is any.
+template <class Y, class Z>
+void modulate_after(const Forward& f, int64_t r, int64_t begin, int64_t count, const float* n) {
+    const Z* const scale = f.scale.given ? row<Z>(f.scale, r) + begin : nullptr;
+    const Z* const shift = f.shift.given ? row<Z>(f.shift, r) + begin : nullptr;
+    const F32 one = set(1);
+    auto fill = [&](auto type) {
+        fill_row<std::conditional_t<can_carry<Z, Y>, Z, Y>>(
+            row<Y>(f.y, r) + begin, count, [=](int64_t i, auto... rest) {
+                F32 v = round_to(load(n + i, rest...), type);
+                if (scale) v = mul(v, add(load(scale + i, rest...), one));
+                return shift ? add(v, load(shift + i, rest...)) : v;
+            });
+    };
+    if (f.normed_type == Dtype::f32)
+        fill(float{});
+    else
+        fill(Y{});
+}
+
 // ---------------------------------------------------------------- which of them a call has
 
 // Null where there is none.
@@ -144,6 +180,13 @@ inline Before before_of(const Forward& f) {
 }
 
 inline After after_of(const Forward& f) {
+    if (f.addend.given)
+        return with_type(f.addend.dtype, [&](auto r) -> After { return add_after<decltype(r)>; });
+    if (rmsnorm::modulated(f))
+        return with_type(f.y.dtype, [&](auto y) {
+            return with_type(f.scale.given ? f.scale.dtype : f.shift.dtype,
+                             [&](auto z) -> After { return modulate_after<decltype(y), decltype(z)>; });
+        });
     if (!f.gate.given || f.gate_first) return nullptr;
     return with_type(f.x.dtype, [&](auto x) {
         return with_type(f.gate.dtype, [&](auto z) -> After { return gate_after<decltype(x), decltype(z)>; });

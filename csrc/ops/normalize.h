@@ -77,6 +77,7 @@ struct Norm {
     View x;
     std::optional<View> residual, gate, weight;
     Spec spec;
+    std::optional<Broadcast> scale{}, shift{};  // without residual and gate
 
     bool gate_last() const { return gate && !spec.gate_first; }
     int64_t group_cols() const { return spec.group_size ? spec.group_size : x.cols(); }
@@ -92,6 +93,8 @@ struct Norm {
         check_groups(x, spec);
         STD_TORCH_CHECK(!residual || residual->shaped_as(x), "residual must have x's shape");
         STD_TORCH_CHECK(!gate || gate->shaped_as(x), "gate must have x's shape");
+        STD_TORCH_CHECK(!scale || !shift || scale->dtype() == shift->dtype(),
+                        "scale and shift must have one dtype");
     }
     static void check_groups(const View& x, const Spec& spec) {
         STD_TORCH_CHECK(spec.group_size >= 0 && (!spec.group_size || x.cols() % spec.group_size == 0),
@@ -112,15 +115,18 @@ inline void normalize(const Norm& norm, const View& y, const View* h = nullptr,
     norm.check();
     const View& x = norm.x;
     const View& second = norm.gate ? *norm.gate : norm.residual ? *norm.residual : x;
+    const int64_t* const strides = norm.scale ? norm.scale->strides() : second.strides;
+    const int64_t* const fourth = norm.shift ? norm.shift->strides() : h ? h->strides : x.strides;
     const Gain gain(norm.weight, norm.spec.weight_offset, x.cols(), y.dtype);
     const rmsnorm::Kernels& kernels = table();
-    const Layout layout(x.dim, x.sizes, {x.strides, y.strides, second.strides, (h ? *h : x).strides});
+    const Layout layout(x.dim, x.sizes, {x.strides, y.strides, strides, fourth});
 
     rmsnorm::Forward call{};
     call.x.dtype = x.dtype, call.y.dtype = y.dtype;
     call.residual.given = call.h.given = h;
     if (h) call.h.dtype = h->dtype;
     call.gate.given = norm.gate.has_value();
+    call.scale.given = norm.scale.has_value(), call.shift.given = norm.shift.has_value();
     call.gain = gain.vector();
     call.cols = norm.group_cols();
     call.groups = norm.groups();
@@ -142,6 +148,8 @@ inline void normalize(const Norm& norm, const View& y, const View* h = nullptr,
             part.x = x.rows(run, 0);
             part.y = y.rows(run, 1);
             if (norm.gate) part.gate = second.rows(run, 2);
+            if (norm.scale) part.scale = norm.scale->rows(run, 2);
+            if (norm.shift) part.shift = norm.shift->rows(run, 3);
             if (h) part.residual = second.rows(run, 2), part.h = h->rows(run, 3);
             if (rstd) part.rstd = {floats(*rstd) + run.first * call.groups, true};
             part.scratch = scratch.get();

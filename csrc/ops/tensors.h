@@ -151,6 +151,33 @@ struct View {
     }
 };
 
+// A tensor as it is broadcast over the leading dimensions of x.
+class Broadcast {
+  public:
+    Broadcast(const Tensor& given, const View& x, const char* name)
+        : view_(given, name), strides_(static_cast<size_t>(x.dim), 0) {
+        const int64_t missing = x.dim - view_.dim;
+        bool fits = missing >= 0 && view_.cols() == x.cols();
+        for (int64_t d = 0; fits && d < view_.dim; ++d) {
+            const bool repeated = view_.sizes[d] == 1 && d + 1 < view_.dim;
+            fits = repeated || view_.sizes[d] == x.sizes[missing + d];
+            strides_[missing + d] = repeated ? 0 : view_.strides[d];
+        }
+        STD_TORCH_CHECK(fits, name, " must have x's columns, and broadcast over its leading dimensions");
+    }
+    Dtype dtype() const { return view_.dtype; }
+    const int64_t* strides() const { return strides_.data(); }
+    Rows rows(const Layout::Run& run, int which) const { return view_.rows(run, which); }
+
+  private:
+    View view_;
+    std::vector<int64_t> strides_;
+};
+
+inline std::optional<Broadcast> broadcast(const std::optional<Tensor>& t, const View& x, const char* name) {
+    return t ? std::optional<Broadcast>(std::in_place, *t, x, name) : std::nullopt;
+}
+
 inline Tensor empty(int64_t dim, const int64_t* sizes, const int64_t* strides, ScalarType type) {
     AtenTensorHandle handle;
     const int32_t failed = aoti_torch_empty_strided(dim, sizes, strides, static_cast<int32_t>(type),

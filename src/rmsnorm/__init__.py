@@ -7,8 +7,15 @@ from importlib.metadata import version as _version
 
 from rmsnorm.benchmarking.comparison import compare_normalization
 from rmsnorm.dispatch import compile_as
-from rmsnorm.functional import add_rms_norm, gated_rms_norm, rms_norm
-from rmsnorm.module import GatedRMSNorm, RMSNorm
+from rmsnorm.functional import (
+    add_rms_norm,
+    gated_rms_norm,
+    modulated_rms_norm,
+    rms_norm,
+    rms_norm_add,
+    rms_norm_add_rms_norm,
+)
+from rmsnorm.module import GatedRMSNorm, ModulatedRMSNorm, RMSNorm, RMSNormAdd
 from rmsnorm.patching import Convention, Report, identify, patch, unpatch
 from rmsnorm.patching.convert import fold_offset, unfold_offset
 
@@ -17,7 +24,9 @@ __version__ = _version("rmsnorm")
 __all__ = [
     "Convention",
     "GatedRMSNorm",
+    "ModulatedRMSNorm",
     "RMSNorm",
+    "RMSNormAdd",
     "Report",
     "__version__",
     "add_rms_norm",
@@ -26,8 +35,11 @@ __all__ = [
     "fold_offset",
     "gated_rms_norm",
     "identify",
+    "modulated_rms_norm",
     "patch",
     "rms_norm",
+    "rms_norm_add",
+    "rms_norm_add_rms_norm",
     "unfold_offset",
     "unpatch",
 ]

@@ -10,6 +10,7 @@ else                                           -> the operators
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,6 +115,12 @@ def can_fuse(*tensors: Tensor | None) -> bool:
 def savable(*tensors: Any) -> list[Any]:
     """The tensors, and copies of those that autograd refuses to save: inference tensors outside inference mode."""
     return [t.clone() if t is not None and t.is_inference() else t for t in tensors]
+
+
+def on_values(function: Callable[..., tuple[Tensor, ...]], x: Any, *others: Any) -> list[Tensor]:
+    """The results of a function of rows for jagged tensors of one layout, whose values are dense tensors of rows."""
+    results = function(*(t.values() for t in (x, *others)))
+    return [nested_tensor_from_jagged(t, x.offsets(), jagged_dim=x._ragged_idx) for t in results]
 
 
 def _normalize_jagged(x: Any, residual: Any, gate: Any, weight: Tensor | None, spec: NormSpec) -> Result:

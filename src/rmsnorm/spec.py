@@ -79,7 +79,7 @@ def make_spec(
     )
 
 
-def check_eps(eps: Any, x_dtype: torch.dtype | None = None) -> float:
+def check_eps(eps: Any, x_dtype: torch.dtype | None = None, name: str = "eps") -> float:
     """A finite float; text is converted, None means finfo of the computation dtype, as in torch.nn.RMSNorm."""
     if eps is None:
         return torch.finfo(torch.float64 if x_dtype == torch.float64 else torch.float32).eps
@@ -87,10 +87,10 @@ def check_eps(eps: Any, x_dtype: torch.dtype | None = None) -> float:
         value = _number(eps)
     except (TypeError, ValueError):
         raise (ValueError if isinstance(eps, str) else TypeError)(
-            f"eps must be a number, text that reads as one, or None, got {eps!r}"
+            f"{name} must be a number, text that reads as one, or None, got {eps!r}"
         ) from None
     if not -_INF < value < _INF:
-        raise ValueError(f"eps must be finite, got {eps!r}")
+        raise ValueError(f"{name} must be finite, got {eps!r}")
     return value
 
 

@@ -58,7 +58,7 @@ class _OffsetSecond(nn.Module):
         (_Epsilon, "it(width, epsilon=eps, add_unit_offset=offset)(x)"),
         (lambda width, eps=1e-6: nn.RMSNorm(width, eps=eps), "it(width, eps=eps)(x)"),
         (nn.RMSNorm(32), "it(x)"),
-        (rmsnorm.RMSNorm(32), "it(x)"),
+        (rmsnorm.RMSNorm(32), "it(x, residual=residual)"),
     ],
 )
 def test_how_it_is_called_is_found(target, calls):

@@ -8,7 +8,7 @@ from rmsnorm import conformance
 from rmsnorm.conformance import CHECKS, chosen
 from rmsnorm.conformance.outcome import FAIL, NOT_APPLICABLE, NOT_PROMISED, PASS
 from tests.conformance import faulty
-from tests.conformance.faulty import formula
+from tests.conformance.faulty import around, formula
 from tests.conformance.suite import SCORED, failing, results
 
 
@@ -39,7 +39,59 @@ def test_a_right_norm_is_not_accused(norm):
     assert not failing(results(norm))
 
 
-@pytest.mark.parametrize("name", ["rmsnorm", "rmsnorm-module", "rmsnorm-llama", "rmsnorm-t5", "rmsnorm-gemma"])
+@pytest.mark.parametrize(
+    ("norm", "about", "said"),
+    [
+        (around.add, "residual", {"residual-bfloat16": "norms the rounded sum", "residual-sum": "rounded once"}),
+        (around.add_exact, "residual", {"residual-bfloat16": "norms the exact sum", "residual-dtype": "as it is"}),
+        (around.add_in_place, "residual", {"residual-unchanged": "it writes over them"}),
+        (around.add_without_the_sum, "residual", {"residual-sum": "it returns no sum"}),
+        (around.gated, "gate", {"gate-float32": "silu, after the norm"}),
+        (around.gated_after, "gate", {"gate-float32": "silu, after the norm"}),
+        (around.gated_before, "gate", {"gate-float32": "silu, before the norm"}),
+        (around.gated_by_a_sigmoid, "gate", {"gate-float32": "sigmoid, after the norm"}),
+        (around.grouped, "groups", {"groups-float32": "5 sizes"}),
+        (around.grouped_by_their_number, "groups", {"groups-float32": "5 sizes"}),
+        (around.groups_of_sixteen, "groups", {"convention": "in groups of 16", "groups-nan": "its own"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_stands_around_a_norm_is_found_and_not_accused(norm, about, said):
+    found = results(norm, [c for c in SCORED if c.name != "many-rows"])
+    assert not failing(found)
+    for check, words in said.items():
+        assert words in found[check].measured
+    if "convention" not in said:  # all of them are asked, but those of what it does not have
+        answered = {c.name for c in SCORED if c.about == about and found[c.name].verdict == PASS}
+        assert len(answered) >= len([c for c in SCORED if c.about == about]) - 2
+
+
+def test_a_norm_of_bfloat16_alone_is_examined_in_it():
+    def norm(x, weight, eps=1e-6):
+        if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+            raise ValueError(f"x must be bfloat16, got {x.dtype}")
+        return formula.right(x, weight, eps)
+
+    found = results(norm, [c for c in SCORED if c.name != "many-rows"])
+    assert not failing(found)
+    assert found["convention"].measured == "x / sqrt(mean(x^2) + 1e-05) * w, rounded once"
+    passed = {name for name, r in found.items() if r.verdict == PASS}
+    assert {"accuracy-bfloat16", "eps", "strides", "shapes", "empty", "dx-bfloat16", "surroundings"} <= passed
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rmsnorm",
+        "rmsnorm-module",
+        "rmsnorm-llama",
+        "rmsnorm-t5",
+        "rmsnorm-gemma",
+        "rmsnorm-add",
+        "rmsnorm-add-exact",
+        "rmsnorm-gated",
+    ],
+)
 def test_ours_has_the_full_score_extras_included(name):
     checks = [c for c in CHECKS if not c.name.startswith("compile")]
     found = results(conformance.load(name), checks, strict=True)

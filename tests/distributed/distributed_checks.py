@@ -20,6 +20,7 @@ from rmsnorm import RMSNorm, add_rms_norm, rms_norm
 from rmsnorm.distributed import weight_gradient
 from rmsnorm.numerics import decomposition, fixed_sum
 from rmsnorm.spec import ROUNDINGS, NormSpec
+from tests.distributed import modulation_checks
 from tests.support.bits import bits_equal
 from tests.support.forms import FORMS, incoming_gradient
 
@@ -149,14 +150,14 @@ def batch_and_sequence_sharding_communicate_dweight_alone():
 
 def only_sums_are_sent_of_equal_shares():
     mesh = init_device_mesh("cpu", (RANKS,))
-    sum_over_ranks, sent = weight_gradient._sum_over_ranks, []
+    sum_over_ranks, sent = weight_gradient.sum_over_ranks, []
 
     def recorded(part, *others):
         sent.append(part.numel() // 64)
         return sum_over_ranks(part, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_gradient, "_sum_over_ranks", recorded)
+        patch.setattr(weight_gradient, "sum_over_ranks", recorded)
         for shape, dim in (((8, 50, 64), 0), ((2, 8 * 40, 64), 1), ((3, 8 * 40, 64), 1)):
             on_mesh(mesh, [Shard(dim)], [Replicate()], *tensors(shape, torch.float32, torch.float32))
     assert sent == [1, 2, 3 * 40]
@@ -498,6 +499,10 @@ def plain_weights_under_implicit_replication():
         expected[0].backward(incoming_gradient(rows[0]).to(expected[0].dtype))
         same(list(results), list(expected))
         same([weight.grad], [leaf.grad])
+
+
+def modulation_has_the_bits_of_one_process():
+    modulation_checks.modulation_has_the_bits_of_one_process(RANKS)
 
 
 # ---------------------------------------------------------------- running them

@@ -55,6 +55,19 @@ Gradients are in *roundings*, half a unit, of the terms that they are made of: d
 have four (after u = dy gain, x_hat, their difference, the result), in float32 sixteen; dweight has
 four of each term, and those of a float32 sum in any order.
 
+What takes a *residual* is the norm of x + residual, and may round the sum before or not: which one
+it does is found, and then judged like any norm. The sum that comes back is one addition and one
+rounding, to the bit. Its gradient is added to that of the norm: two roundings more, and one where
+the sum was not rounded before it was normalised.
+
+What takes a *gate* has an activation, before the norm or after it, which is found. In 16 bits that
+is a rounding of the activation, and one of the norm's result; before the norm it is one of x act
+too, which moves the mean. In float32 an activation has its exponential, a sum, a quotient and a
+product: 6 units, 8 before the norm. Gradients have five roundings more than a norm's.
+
+*Groups* are judged like rows, in sizes that are asked for, or in its own. A norm that always takes
+a residual or a gate is asked everything else with a residual of zeros, or a gate that is wide open.
+
 Calls leave nothing behind: sequences of them, in other sizes and dtypes, with weights that changed,
 with backwards in other orders and from several threads, must have the answers that each has alone,
 and results must be their own memory.
@@ -113,6 +126,7 @@ def document(reports, missing):
     lines += [f"| | {' | '.join(reports)} |", "| --- " * (len(reports) + 1) + "|"]
     for check in CHECKS:
         lines.append(f"| {check.name} | {' | '.join(_mark(report, check.name) for report in reports.values())} |")
+    lines += ["", "## Around the norm", "", *_around(reports)]
     lines += ["", "## What was found", ""]
     told = [
         f"- `{name}`, {r['name']}: {r['finding']}."
@@ -129,6 +143,20 @@ def document(reports, missing):
     if missing:
         lines += ["", "## Not examined here", "", *(f"- {reason}." for reason in missing)]
     return "\n".join(lines) + "\n"
+
+
+def _around(reports):
+    """What those with a residual or a gate do with it."""
+    for name, report in reports.items():
+        found = {r["name"]: r for r in report["results"]}
+        for role in ("residual", "gate"):
+            told = [
+                f"{r['measured']} in {dtype}"
+                for dtype in ("float32", "bfloat16", "float16")
+                if (r := found.get(f"{role}-{dtype}")) and r["verdict"] == "pass"
+            ]
+            if told:
+                yield f"- `{name}`, with a {role}: {'; '.join(told)}."
 
 
 def _brief(measured):

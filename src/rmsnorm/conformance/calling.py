@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rmsnorm.conformance.implementation import CannotCheck, Implementation, Raised, checked
+from rmsnorm.conformance.implementation import CannotCheck, Implementation, Raised
+from rmsnorm.conformance.styles import (
+    EPS,
+    GROUP_COUNTS,
+    GROUP_SIZES,
+    OFFSETS,
+    SHAPES,
+    SWITCHES,
+    WEIGHTS,
+    Others,
+    Style,
+    may_be_eps,
+    named,
+    signature,
+)
 
-# What other people call them.
-WEIGHTS = ("weight", "w", "gamma", "g", "scale", "gain", "norm_weight", "W")
-EPS = ("eps", "epsilon", "variance_epsilon", "norm_eps", "layer_norm_eps", "layernorm_epsilon", "rms_norm_eps")
-SHAPES = ("normalized_shape", "shape", "dim", "hidden_size", "size")
-OFFSETS = ("weight_offset", "offset", "unit_offset", "add_unit_offset", "zero_centered_gamma", "zero_centered_weight")
-# These are switches: either an offset of one, or none.
-SWITCHES = ("unit_offset", "add_unit_offset", "zero_centered_gamma", "zero_centered_weight")
 _WIDTH = 64
 # A result that is this near, relatively, is meant to be an RMSNorm, though it may have faults.
 _NEAR = 0.1
-
-
-@dataclass(frozen=True)
-class Style:
-    """One way to call: the roles in order, and those that go by keyword. Roles: out, x, shape, weight, eps, offset."""
-
-    positional: tuple[str, ...]
-    keywords: Mapping[str, str]
-
-    def roles(self) -> tuple[str, ...]:
-        return (*self.positional, *self.keywords)
-
-    def arguments(self, values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """What to pass; a keyword whose value is None is left to its default."""
-        named = {name: values[role] for role, name in self.keywords.items() if values.get(role) is not None}
-        positional = [values[role] for role in self.positional]
-        while positional and positional[-1] is None:
-            positional.pop()
-        return positional, named
-
-    def __str__(self) -> str:
-        return ", ".join([*self.positional, *(f"{name}={role}" for role, name in self.keywords.items())])
+_TRIED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def understand(target: Any, name: str) -> Implementation:
@@ -77,9 +65,7 @@ def _best(candidates: Iterator[Implementation], tried: list[str]) -> Implementat
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True))
     for implementation in candidates:
         try:
-            got = implementation.norm(
-                weight if implementation.has_weight else None, 1e-5 if implementation.takes_eps else None
-            )(x.clone())
+            got = _first_result(implementation, x, weight if implementation.has_weight else None)
         except Raised as error:
             tried.append(f"{implementation.calls}: {error}")
             continue
@@ -90,42 +76,39 @@ def _best(candidates: Iterator[Implementation], tried: list[str]) -> Implementat
     return runs
 
 
-def _signature(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    try:
-        return dict(inspect.signature(target).parameters)
-    except (TypeError, ValueError):
-        return {}  # built-in functions and operators have none
+def _first_result(implementation: Implementation, x: Tensor, weight: Tensor | None) -> Tensor:
+    """Its result in float32, or in 16 bits if it takes nothing else.
 
-
-def _named(parameters: Mapping[str, inspect.Parameter], names: tuple[str, ...]) -> str | None:
-    return next((name for name in names if name in parameters), None)
-
-
-def _may_be_eps(parameters: Mapping[str, inspect.Parameter], index: int) -> bool:
-    """Whether what is given at this position may be an eps: it is called so, or has a small default, or none."""
-    listed = list(parameters.values())
-    if len(listed) <= index or any(p.kind is p.VAR_POSITIONAL for p in listed[: index + 1]):
-        return len(listed) <= 1  # nothing is known
-    name, default = listed[index].name, listed[index].default
-    small = isinstance(default, float) and 0 <= default < 1e-2
-    return name in EPS or (name not in (*OFFSETS, *WEIGHTS, *SHAPES) and (small or default is inspect.Parameter.empty))
+    Raises:
+        Raised: none comes, and why not in float32.
+    """
+    first: Raised | None = None
+    for dtype in _TRIED:
+        try:
+            norm = implementation.norm(
+                None if weight is None else weight.to(dtype), 1e-5 if implementation.takes_eps else None
+            )
+            return norm(x.to(dtype, copy=True)).detach()
+        except Raised as error:
+            first = first or error
+    assert first is not None  # noqa: S101 - there are dtypes
+    raise first
 
 
 def _functions(function: Callable[..., Any], name: str) -> Iterator[Implementation]:
-    parameters = _signature(function)
-    offset = _named(parameters, OFFSETS)
+    parameters = signature(function)
     styles = []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if any(p.kind in kinds for p in parameters.values()):
         roles = {"shape": SHAPES, "weight": WEIGHTS, "eps": EPS}
-        keywords = {role: found for role, names in roles.items() if (found := _named(parameters, names))}
+        keywords = {role: found for role, names in roles.items() if (found := named(parameters, names))}
         if keywords:
             styles.append(Style(("x",), keywords))
-    eps = _named(parameters, EPS) or "eps"
-    if _may_be_eps(parameters, 2):
+    eps = named(parameters, EPS) or "eps"
+    if may_be_eps(parameters, 2):
         styles.append(Style(("x", "weight", "eps"), {}))
     styles += [Style(("x", "weight"), {"eps": eps}), Style(("x", "weight"), {})]
-    if _may_be_eps(parameters, 1):
+    if may_be_eps(parameters, 1):
         styles.append(Style(("x", "eps"), {}))
     styles += [
         Style(("x",), {"eps": eps}),
@@ -133,100 +116,156 @@ def _functions(function: Callable[..., Any], name: str) -> Iterator[Implementati
         Style(("out", "x", "weight", "eps"), {}),
         Style(("x",), {}),
     ]
+    others = Others.of(parameters)
+    beside = {**_settings(parameters), **others.names}
     for style in styles:
-        if offset:
-            style = replace(style, keywords={**style.keywords, "offset": offset})
-        yield _function(function, name, style)
+        style = replace(style, keywords={**style.keywords, **beside})
+        yield _function(function, name, style, others)
+        if "residual" in others.required:
+            yield _function(function, name, replace(style, over=True), others)
 
 
-def _function(function: Callable[..., Any], name: str, style: Style) -> Implementation:
-    switch = style.keywords.get("offset") in SWITCHES
+def _settings(parameters: Mapping[str, inspect.Parameter]) -> dict[str, str]:
+    """What an offset and groups are called."""
+    known = {"offset": OFFSETS, "group": GROUP_SIZES + GROUP_COUNTS}
+    return {role: name for role, names in known.items() if (name := named(parameters, names))}
 
-    def make(
+
+def _function(
+    function: Callable[..., Any], name: str, style: Style, others: Others, group: int | None = None
+) -> Implementation:
+    parameters = signature(function)
+    # What is made here takes a residual and a gate by their roles.
+    others = replace(others, names={role: role for role in others.names})
+
+    def bound(
         weight: Tensor | None, eps: float | None, offset: float | None, width: int
-    ) -> tuple[Callable[[Tensor], Any], Tensor | None]:
+    ) -> tuple[Callable[..., Any], Tensor | None]:
         leaf = None if weight is None else weight.requires_grad_()
-        amount: Any = bool(offset) if switch and offset is not None else offset
-        values = {"shape": (width,), "weight": leaf, "eps": eps, "offset": amount}
+        fixed = {
+            "shape": (width,),
+            "weight": leaf,
+            "eps": eps,
+            "offset": style.setting(parameters, "offset", offset, width),
+            "group": style.setting(parameters, "group", group, width),
+        }
 
-        def call(x: Tensor) -> Any:
+        def call(x: Tensor, **given: Tensor) -> Any:
             out = torch.empty_like(x) if "out" in style.positional else None
-            positional, named = style.arguments({**values, "x": x, "out": out})
-            result = function(*positional, **named)
+            if style.over:
+                x, given = x.clone(), {role: tensor.clone() for role, tensor in given.items()}
+            positional, by_name = style.arguments({**fixed, **given, "x": x, "out": out})
+            result = function(*positional, **by_name)
+            if style.over:
+                return (x, given["residual"]) if result is None else result
             return out if out is not None else result
 
         return call, leaf
 
+    if "gate" in others.required:
+        with contextlib.suppress(Exception):  # said when it is run
+            others = others.measured(bound(torch.ones(_WIDTH), 1e-5, None, _WIDTH)[0], _WIDTH)
+
+    def make(
+        weight: Tensor | None, eps: float | None, offset: float | None, width: int
+    ) -> tuple[Callable[..., Any], Tensor | None]:
+        call, leaf = bound(weight, eps, offset, width)
+        return others.completed(call), leaf
+
     return Implementation(
         name,
         make,
-        f"{name.rpartition(':')[2]}({style})",
+        f"{name.rpartition(':')[2]}({style}){', which writes over x and residual' if style.over else ''}",
         has_weight="weight" in style.roles(),
         takes_eps="eps" in style.roles(),
         takes_offset="offset" in style.roles(),
-        offsets=(1.0,) if switch else (1.0, 0.5),
+        takes=others.names,
+        in_place=style.over,
+        plain=others.gate != "before",
+        grouped=partial(_function, function, name, style, others) if "group" in style.roles() else None,
+        offsets=(1.0,) if style.keywords.get("offset") in SWITCHES else (1.0, 0.5),
     )
 
 
 def _classes(cls: Callable[..., Any], name: str) -> Iterator[Implementation]:
-    parameters = _signature(cls)
-    offset, eps = _named(parameters, OFFSETS), _named(parameters, EPS)
+    parameters = signature(cls)
+    eps = named(parameters, EPS)
     styles = [Style(("width",), {"eps": eps or "eps"}), Style(("width",), {}), Style(("shape",), {"eps": eps or "eps"})]
-    if _may_be_eps(parameters, 1):
+    if may_be_eps(parameters, 1):
         styles.insert(1, Style(("width", "eps"), {}))
     for style in styles:
-        if offset:
-            style = replace(style, keywords={**style.keywords, "offset": offset})
-        yield _class(cls, name, style)
+        yield _class(cls, name, replace(style, keywords={**style.keywords, **_settings(parameters)}))
 
 
-def _class(cls: Callable[..., Any], name: str, style: Style) -> Implementation:
-    switch = style.keywords.get("offset") in SWITCHES
+def _class(cls: Callable[..., Any], name: str, style: Style, group: int | None = None) -> Implementation:
+    parameters = signature(cls)
 
     def build(width: int, eps: float | None, offset: float | None) -> nn.Module:
-        amount: Any = bool(offset) if switch and offset is not None else offset
-        values = {"width": width, "shape": (width,), "eps": eps, "offset": amount}
-        positional, named = style.arguments(values)
-        module = cls(*positional, **named)
+        values = {
+            "width": width,
+            "shape": (width,),
+            "eps": eps,
+            "offset": style.setting(parameters, "offset", offset, width),
+            "group": style.setting(parameters, "group", group, width),
+        }
+        positional, by_name = style.arguments(values)
+        module = cls(*positional, **by_name)
         if not isinstance(module, nn.Module):
             raise TypeError(f"it made {type(module).__name__}, not a torch.nn.Module")
         return module
 
-    try:
-        has_weight = weight_name(build(_WIDTH, None, None), _WIDTH) is not None
-    except Exception:  # said when it is run
-        has_weight = True
+    has_weight, others = True, Others()
+    with contextlib.suppress(Exception):  # said when it is run
+        module = build(_WIDTH, None, None)
+        has_weight = weight_name(module, _WIDTH) is not None
+        others = Others.of(signature(module.forward))
+        others = others.measured(module, _WIDTH)
 
     def make(
         weight: Tensor | None, eps: float | None, offset: float | None, width: int
-    ) -> tuple[Callable[[Tensor], Any], Tensor | None]:
-        return with_weight(build(width, eps, offset), weight, width)
+    ) -> tuple[Callable[..., Any], Tensor | None]:
+        module, leaf = with_weight(build(width, eps, offset), weight, width)
+        return others.completed(module), leaf
 
     return Implementation(
         name,
         make,
-        f"{name.rpartition(':')[2]}({style})(x)",
+        f"{name.rpartition(':')[2]}({style})({', '.join(['x', *(f'{n}={role}' for role, n in others.names.items())])})",
         has_weight=has_weight,
         takes_eps="eps" in style.roles(),
         takes_offset="offset" in style.roles(),
-        offsets=(1.0,) if switch else (1.0, 0.5),
+        takes=others.names,
+        plain=others.gate != "before",
+        grouped=partial(_class, cls, name, style) if "group" in style.roles() else None,
+        offsets=(1.0,) if style.keywords.get("offset") in SWITCHES else (1.0, 0.5),
     )
 
 
 def _instance(module: nn.Module, name: str) -> Implementation:
     widths = [t.numel() for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)) if t.numel() > 1]
     width = widths[0] if widths else None
+    others = Others.of(signature(module.forward))
+    with contextlib.suppress(Exception):  # said when it is run
+        others = others.measured(module, width or _WIDTH)
 
     def make(
         weight: Tensor | None, eps: float | None, offset: float | None, width: int
-    ) -> tuple[Callable[[Tensor], Any], Tensor | None]:
-        return with_weight(copy.deepcopy(module), weight, width)
+    ) -> tuple[Callable[..., Any], Tensor | None]:
+        call, leaf = with_weight(copy.deepcopy(module), weight, width)
+        return others.completed(call), leaf
 
     implementation = Implementation(
-        name, make, f"{name.rpartition(':')[2]}(x)", bool(widths), takes_eps=False, width=width
+        name,
+        make,
+        f"{name.rpartition(':')[2]}({', '.join(['x', *(f'{n}={role}' for role, n in others.names.items())])})",
+        bool(widths),
+        takes_eps=False,
+        takes=others.names,
+        plain=others.gate != "before",
+        width=width,
     )
     try:
-        checked(implementation.norm(None if width is None else torch.ones(width)).call, torch.ones(2, width or _WIDTH))
+        implementation.norm(None if width is None else torch.ones(width))(torch.ones(2, width or _WIDTH))
     except Raised as error:
         raise CannotCheck(f"{name} could not be called as an RMSNorm; tried {implementation.calls}: {error}") from None
     return implementation
@@ -239,7 +278,7 @@ def weight_name(module: nn.Module, width: int) -> str | None:
     return next((name for name in WEIGHTS if name in fitting), fitting[0] if fitting else None)
 
 
-def with_weight(module: nn.Module, weight: Tensor | None, width: int) -> tuple[Callable[[Tensor], Any], Tensor | None]:
+def with_weight(module: nn.Module, weight: Tensor | None, width: int) -> tuple[Callable[..., Any], Tensor | None]:
     """A module's call, with this weight in the place of its own and the rest in its dtype and on its device."""
     if weight is None:
         return module, None

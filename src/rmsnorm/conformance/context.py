@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rmsnorm.conformance import exact
-from rmsnorm.conformance.form import EPS, WIDTH, Form
+from rmsnorm.conformance.form import DTYPES, EPS, WIDTH, Form
 from rmsnorm.conformance.implementation import (
     BackwardRaised,
     Crashed,
@@ -92,7 +92,7 @@ class CheckContext:
     def exact(self, x: Tensor, weight: Tensor | None, eps: float | None = None, offset: float | None = None) -> Tensor:
         """What it ought to return, in float64."""
         used = self.eps if eps is None or not self.takes_eps else eps
-        return exact.normalized(x, self.form.gain(weight, offset), used, self.form.place)
+        return self.form.normalized(x, self.form.gain(weight, offset), used)
 
     def staged(self, x: Tensor, weight: Tensor | None, offset: float | None = None) -> Tensor:
         """As `exact`, with the rounding that the convention has before the weight.
@@ -100,7 +100,7 @@ class CheckContext:
         That one is no chance: the elements of a bfloat16 row have 128 different fractions, and a reciprocal near one
         rounds all of them one way.
         """
-        x_hat = exact.normalized(x, None, self.eps, self.form.place)
+        x_hat = self.form.normalized(x, None, self.eps)
         gain = self.form.gain(weight, offset)
         if weight is None or gain is None:
             return x_hat
@@ -161,16 +161,22 @@ class CheckContext:
         used = self.eps if eps is None or not self.takes_eps else eps
         wide = x.double().requires_grad_()
         leaf = None if weight is None else weight.double().requires_grad_()
-        y = exact.normalized(wide, self.form.gain(leaf), used, self.form.place)
+        y = self.form.normalized(wide, self.form.gain(leaf), used)
         y.backward(dy.double())
         assert wide.grad is not None  # noqa: S101 - it is a leaf
         return Gradients(y.detach(), wide.grad, None if leaf is None else leaf.grad)
 
     @cached_property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Those of float32 and bfloat16 that it takes: what is asked in both is about neither."""
+        """Those of float32 and bfloat16 that it takes, else float16: what is asked in all is about none of them."""
+        taken = self.all_dtypes
+        return tuple(dtype for dtype in taken if dtype != torch.float16) or taken
+
+    @cached_property
+    def all_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Those of float32, bfloat16 and float16 that it takes."""
         taken = []
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in DTYPES:
             try:
                 self.run(self.rows(4, self.width, dtype), self.weight(self.width, dtype))
             except Raised:

@@ -41,9 +41,15 @@ def reciprocal(x: Tensor, eps: float, place: str) -> Tensor:
     return PLACES[place](x.double().square().mean(-1, keepdim=True), eps, x.shape[-1])
 
 
-def normalized(x: Tensor, gain: Tensor | None, eps: float, place: str = "inside") -> Tensor:
-    """y in float64; the gain is the weight plus its offset, in float64."""
-    y = x.double() * reciprocal(x, eps, place)
+def grouped(x: Tensor, group: int | None) -> Tensor:
+    """(..., d) as (..., groups, size), with one group for a whole row."""
+    return x.reshape(*x.shape[:-1], -1, group or x.shape[-1]) if x.numel() else x.unsqueeze(-2)
+
+
+def normalized(x: Tensor, gain: Tensor | None, eps: float, place: str = "inside", group: int | None = None) -> Tensor:
+    """y in float64, of whole rows or of groups; the gain is the weight plus its offset, in float64."""
+    rows = grouped(x.double(), group)
+    y = (rows * reciprocal(rows, eps, place)).flatten(-2)
     return y if gain is None else y * gain
 
 

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rmsnorm.conformance import exact
 from rmsnorm.conformance.context import CheckContext
 from rmsnorm.conformance.implementation import BackwardRaised, NoGradient
 from rmsnorm.conformance.outcome import Check, Outcome, failed, not_applicable, passed
@@ -16,16 +15,16 @@ from rmsnorm.patching.convention import short
 
 # dx = rstd * (u - x_hat * k): rounded to 16 bits after u, x_hat, the difference and the product at most. float32 has
 # the roundings of u, rstd, x_hat, k, two products, the difference and the result, and those of k's sum.
-_DX_ROUNDINGS = {torch.float32: 16.0, torch.bfloat16: 4.0, torch.float16: 4.0}
+DX_ROUNDINGS = {torch.float32: 16.0, torch.bfloat16: 4.0, torch.float16: 4.0}
 # Of a term of dweight: dy, x_hat, their product; and the result's own.
-_DWEIGHT_ROUNDINGS = 4.0
+DWEIGHT_ROUNDINGS = 4.0
 _ROWS = 2048
 _Measure = Callable[[torch.dtype, CheckContext], Outcome]
 
 
 def dx(dtype: torch.dtype, context: CheckContext) -> Outcome:
     worst = 0.0
-    limit = _DX_ROUNDINGS[dtype]
+    limit = DX_ROUNDINGS[dtype]
     for width in context.widths(64, 1024):
         x, weight, dy = _sample(context, 24, width, dtype)
         try:
@@ -35,7 +34,7 @@ def dx(dtype: torch.dtype, context: CheckContext) -> Outcome:
         if got.dx.dtype != dtype:
             return failed(f"returns {short(got.dx.dtype)}", f"dx of {short(dtype)} comes in {short(got.dx.dtype)}")
         correct = context.exact_gradients(x, weight, dy).dx
-        size = _terms(context, x, weight, dy)
+        size = terms(context, x, weight, dy)
         worst = max(worst, float(((got.dx.double() - correct).abs() / size).nan_to_num(nan=torch.inf).max()))
         if worst / (torch.finfo(dtype).eps / 2) > limit and weight is not None:
             without = _without_projection(context, x, weight, dy)
@@ -68,12 +67,11 @@ def dweight(dtype: torch.dtype, context: CheckContext) -> Outcome:
         return failed(f"returns {short(got.dtype)}", f"dweight of {short(dtype)} comes in {short(got.dtype)}")
     correct = context.exact_gradients(x, weight, dy).dweight
     assert correct is not None  # noqa: S101 - there is a weight
-    x_hat = exact.normalized(x, None, context.eps, context.form.place)
+    x_hat = context.form.normalized(x, None, context.eps)
     size = (dy.double() * x_hat).abs().sum(0)
     worst = float(((got.double() - correct).abs() / size).nan_to_num(nan=torch.inf).max())
-    # A sum of n terms in float32, in any order, is off by n - 1 roundings of the sum of their magnitudes at most.
     rounding = torch.finfo(dtype).eps / 2
-    limit = _DWEIGHT_ROUNDINGS + _ROWS * 2.0**-24 / rounding
+    limit = DWEIGHT_ROUNDINGS + sum_limit(_ROWS, rounding)
     measured = f"{worst / rounding:.3g} roundings of its terms (limit {limit:,.4g})"
     figures = {"max": worst / rounding, "limit": limit}
     if worst / rounding <= limit:
@@ -82,6 +80,11 @@ def dweight(dtype: torch.dtype, context: CheckContext) -> Outcome:
     if dtype.itemsize == 2:
         said += ": it is summed in 16 bits, or its terms are not the formula's"
     return failed(measured, said, **figures)
+
+
+def sum_limit(count: int, rounding: float) -> float:
+    """What a sum in float32 may be off by, in roundings of its result: one of 2^-24 for each term, in any order."""
+    return count * 2.0**-24 / rounding
 
 
 def _sample(context: CheckContext, rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -93,23 +96,23 @@ def _sample(context: CheckContext, rows: int, width: int, dtype: torch.dtype) ->
     return x, weight, dy.to(dtype)
 
 
-def _terms(context: CheckContext, x: Tensor, weight: Tensor | None, dy: Tensor) -> Tensor:
+def terms(context: CheckContext, x: Tensor, weight: Tensor | None, dy: Tensor) -> Tensor:
     """The largest of each row's rstd |u| + rstd |x_hat k|: dx is their difference, and as exact as they are."""
     return _both(context, x, weight, dy).amax(-1, keepdim=True)
 
 
 def _both(context: CheckContext, x: Tensor, weight: Tensor | None, dy: Tensor) -> Tensor:
-    rstd = exact.reciprocal(x, context.eps, context.form.place)
+    rstd = context.form.reciprocal(x, context.eps)
     gain = context.form.gain(weight)
     u = dy.double() if gain is None else dy.double() * gain
     x_hat = x.double() * rstd
-    return rstd * (u.abs() + (x_hat * (u * x_hat).mean(-1, keepdim=True)).abs())
+    return rstd * (u.abs() + (x_hat * context.form.mean(u * x_hat)).abs())
 
 
 def _without_projection(context: CheckContext, x: Tensor, weight: Tensor, dy: Tensor) -> Tensor:
     gain = context.form.gain(weight)
     assert gain is not None  # noqa: S101 - there is a weight
-    return exact.reciprocal(x, context.eps, context.form.place) * dy.double() * gain
+    return context.form.reciprocal(x, context.eps) * dy.double() * gain
 
 
 def _if_trained(function: _Measure, dtype: torch.dtype, context: CheckContext) -> Outcome:
@@ -117,8 +120,8 @@ def _if_trained(function: _Measure, dtype: torch.dtype, context: CheckContext) -
 
 
 def checks() -> Iterator[Check]:
-    for dtype in _DX_ROUNDINGS:
+    for dtype in DX_ROUNDINGS:
         yield Check(f"dx-{short(dtype)}", "dx is the formula's.", partial(_if_trained, dx, dtype))
-    for dtype in _DX_ROUNDINGS:
+    for dtype in DX_ROUNDINGS:
         meaning = "dweight is the formula's, summed in float32."
         yield Check(f"dweight-{short(dtype)}", meaning, partial(_if_trained, dweight, dtype))

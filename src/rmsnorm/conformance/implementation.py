@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -38,34 +39,55 @@ class BackwardRaised(Raised):
 
 
 class Norm:
-    """One norm, ready to be called; `weight` is the leaf that its gradient goes to, None without one."""
+    """One norm, ready to be called.
 
-    def __init__(self, call: Callable[[Tensor], Any], weight: Tensor | None) -> None:
+    Args:
+        call: from x, and from what it takes besides by name, to its result.
+        weight: the leaf that its gradient goes to, None without one.
+        takes: of "residual" and "gate", those that it takes, and by which names.
+    """
+
+    def __init__(
+        self, call: Callable[..., Any], weight: Tensor | None, takes: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.call = call
         self.weight = weight
+        self.takes = takes
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """The result for x.
+    def __call__(self, x: Tensor, **others: Tensor) -> Tensor:
+        """The result for x, and maybe for a residual or a gate.
 
         Raises:
             Refused, Crashed: it raised, or its result is no tensor of x's shape.
         """
-        return checked(self.call, x)
+        return as_result(self._returned(x, **others), x)
+
+    def with_residual(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The result, and the sum if it returns that too.
+
+        Raises:
+            Refused, Crashed: it raised, or its result is no tensor of x's shape.
+        """
+        found = self._returned(x, residual=residual)
+        h = found[1] if isinstance(found, (tuple, list)) and len(found) > 1 else None
+        return as_result(found, x), h if isinstance(h, Tensor) and h.shape == x.shape else None
+
+    def _returned(self, x: Tensor, **others: Tensor) -> Any:
+        return returned(self.call, x, **{self.takes[role]: tensor for role, tensor in others.items()})
 
 
-def checked(call: Callable[[Tensor], Any], x: Tensor) -> Tensor:
-    """`call(x)` as a tensor of x's shape; of a tuple its first (others are the residual sum, or rstd).
+def returned(call: Callable[..., Any], x: Tensor, **others: Tensor) -> Any:
+    """What a call gives.
 
     Raises:
-        Refused, Crashed: it raised, or there is none.
+        Refused, Crashed: it raised.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            y = call(x)
+            return call(x, **others)
     except (Exception, SystemExit) as error:  # a stranger's code may raise anything
         raise raised(error, f" for {size(x)} in {short(x.dtype)}") from error
-    return as_result(y, x)
 
 
 def raised(error: BaseException, where: str = "") -> Raised:
@@ -110,6 +132,10 @@ class Implementation:
             and offset means its default; the width is the weight's, and counts alone without one.
         calls: how it is called, for the report.
         has_weight, takes_eps, takes_offset: what can be given to it.
+        takes: of "residual" and "gate", those that it takes besides x, and by which names.
+        in_place: whether the result is written over x, and the sum over the residual.
+        plain: whether it can be asked for the norm of x alone, maybe with a residual of zeros or an open gate.
+        grouped: from a group's size to the implementation with such groups; None if there are none to be asked for.
         offsets: the offsets that can be given, besides none.
         width: the only one it has; None if any can be asked for.
         source: the package it comes from and its version.
@@ -119,11 +145,15 @@ class Implementation:
     """
 
     name: str
-    make: Callable[[Tensor | None, float | None, float | None, int], tuple[Callable[[Tensor], Any], Tensor | None]]
+    make: Callable[[Tensor | None, float | None, float | None, int], tuple[Callable[..., Any], Tensor | None]]
     calls: str
     has_weight: bool = True
     takes_eps: bool = True
     takes_offset: bool = False
+    takes: Mapping[str, str] = field(default_factory=dict)
+    in_place: bool = False
+    plain: bool = True
+    grouped: Callable[[int], Implementation] | None = None
     offsets: tuple[float, ...] = (1.0, 0.5)
     width: int | None = None
     source: str = ""
@@ -151,4 +181,4 @@ class Implementation:
                 call, leaf = self.make(own, eps, offset, length)
         except Exception as error:
             raise raised(error) from error
-        return Norm(call, leaf)
+        return Norm(call, leaf, self.takes)

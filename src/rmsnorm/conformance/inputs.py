@@ -78,7 +78,7 @@ def shapes(context: CheckContext) -> Outcome:
 def empty(context: CheckContext) -> Outcome:
     width = context.width
     for shape in ((0, width), (2, 0, width)):
-        x, weight = torch.zeros(shape), context.weight(width, torch.float32)
+        x, weight = torch.zeros(shape, dtype=context.dtypes[0]), context.weight(width, context.dtypes[0])
         try:
             y = context.run(x, weight)
             if context.implementation.trains:
@@ -139,8 +139,13 @@ def _error(context: CheckContext, x: Tensor, weight: Tensor | None) -> float:
 def _strided_gradients(context: CheckContext) -> list[str]:
     """Gradients for a dy of other strides are those of the same dy laid out plainly, but for the order of sums."""
     width = context.width
-    x, weight = context.rows(6, width, torch.float32, seed=10), context.weight(width, torch.float32)
-    base = context.rows(6, width, torch.float32, seed=11)
+    dtype = context.dtypes[0]
+    x, weight, base = (
+        context.rows(6, width, dtype, seed=10),
+        context.weight(width, dtype),
+        context.rows(6, width, dtype, seed=11),
+    )
+    near = 1e-4 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
     wrong = []
     for name, dy in (("expanded (dy)", base[:1, :1].expand(6, width)), ("transposed (dy)", base.t().contiguous().t())):
         plain = context.gradients(x, weight, dy.contiguous()).dx
@@ -149,7 +154,7 @@ def _strided_gradients(context: CheckContext) -> list[str]:
         except BackwardRaised:
             wrong.append(f"{name}, where backward raises")
             continue
-        if not bool(((got - plain).abs() <= 1e-4 * plain.abs().max()).all()):
+        if not bool(((got - plain).abs() <= near * plain.abs().max()).all()):
             wrong.append(name)
     return wrong
 

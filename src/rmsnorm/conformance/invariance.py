@@ -131,6 +131,8 @@ def threads(context: CheckContext) -> Outcome:
 
 
 def orders(context: CheckContext) -> Outcome:
+    if context.form.group:
+        return not_applicable(str(context.form))
     for width in context.widths(1000, 4096):
         for dtype in context.dtypes:
             x, weight = context.rows(32, width, dtype, seed=24), context.weight(width, dtype)

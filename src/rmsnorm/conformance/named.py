@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import rmsnorm
-from rmsnorm.benchmarking.peers import PEERS, onnx_session
+from rmsnorm.benchmarking.peers import PEERS, ncnn_norm, onnx_session
 from rmsnorm.conformance.calling import understand
 from rmsnorm.conformance.implementation import CannotCheck, Implementation, described
 
@@ -86,6 +86,13 @@ def _ours_gemma() -> Callable[..., nn.Module]:
     return functools.partial(rmsnorm.RMSNorm, weight_offset=1.0)
 
 
+def _ours_exact() -> Callable[..., Any]:
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Any:
+        return rmsnorm.add_rms_norm(x, residual, weight, eps, sum="exact")
+
+    return add_rms_norm
+
+
 def _flash_attn() -> Callable[..., Tensor]:
     function = PEERS["flash-attn"].load().rms_norm_fn
 
@@ -104,6 +111,58 @@ def _vllm() -> Callable[..., Tensor]:
         return out
 
     return rms_norm
+
+
+def _vllm_add() -> Callable[..., None]:
+    ops = PEERS["vllm"].load()
+
+    def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+        ops.fused_add_rms_norm(x, residual, weight, eps)
+
+    return fused_add_rms_norm
+
+
+def _pace() -> Callable[..., Tensor]:
+    ops = PEERS["pace"].load()
+
+    def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return ops.rmsnorm(x, weight, eps)  # type: ignore[no-any-return]
+
+    return rmsnorm
+
+
+def _pace_add() -> Callable[..., tuple[Tensor, Tensor]]:
+    ops = PEERS["pace"].load()
+
+    def fused_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return ops.fused_add_rmsnorm(x, residual, weight, eps)  # type: ignore[no-any-return]
+
+    return fused_add_rmsnorm
+
+
+def _ncnn() -> Callable[..., Tensor]:
+    PEERS["ncnn"].load()
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype != torch.float32 or weight.dtype != torch.float32:
+            raise TypeError(f"x and weight must be float32, got dtypes {x.dtype} and {weight.dtype}")
+        rows = x.detach().reshape(-1, x.shape[-1]).clone(memory_format=torch.contiguous_format)
+        if rows.numel():
+            ncnn_norm(weight, eps, torch.get_num_threads())(rows)
+        return rows.view(x.shape)
+
+    return rms_norm
+
+
+def _zentorch_add() -> Callable[..., tuple[Tensor, Tensor]]:
+    ops = PEERS["zentorch"].load()
+
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        y, h = (t.reshape(-1, x.shape[-1]).clone(memory_format=torch.contiguous_format) for t in (x, residual))
+        ops.zentorch_add_rms_norm_(y, weight, h, eps)  # in place, y and h
+        return y.view(x.shape), h.view(x.shape)
+
+    return add_rms_norm
 
 
 def _zentorch() -> Callable[..., Tensor]:
@@ -132,6 +191,24 @@ def _onnxruntime() -> Callable[..., Tensor]:
     return simplified_layer_normalization
 
 
+def _onnxruntime_add() -> Callable[..., tuple[Tensor, ...]]:
+    options = PEERS["onnxruntime"].load().SessionOptions()
+    options.log_severity_level = 4
+
+    @functools.cache
+    def session(x: torch.dtype, residual: torch.dtype, weight: torch.dtype, eps: float) -> Any:
+        return onnx_session({"x": x, "residual": residual, "weight": weight}, eps, options)
+
+    def skip_simplified_layer_normalization(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, ...]:
+        given = {"x": x, "residual": residual, "weight": weight}
+        arrays = {name: t.detach().numpy() for name, t in given.items()}
+        return tuple(map(torch.from_numpy, session(x.dtype, residual.dtype, weight.dtype, eps).run(None, arrays)))
+
+    return skip_simplified_layer_normalization
+
+
 _TRANSFORMERS = "transformers.models"
 NAMES = {
     "rmsnorm": Named("rmsnorm.rms_norm", lambda: rmsnorm.rms_norm, "rmsnorm", promises=frozenset({"all"})),
@@ -149,6 +226,13 @@ NAMES = {
         promises=frozenset({"all"}),
     ),
     "rmsnorm-gemma": Named("rmsnorm.RMSNorm, weight_offset=1", _ours_gemma, "rmsnorm", promises=frozenset({"all"})),
+    "rmsnorm-add": Named("rmsnorm.add_rms_norm", lambda: rmsnorm.add_rms_norm, "rmsnorm", promises=frozenset({"all"})),
+    "rmsnorm-add-exact": Named(
+        'rmsnorm.add_rms_norm, sum="exact"', _ours_exact, "rmsnorm", promises=frozenset({"all"})
+    ),
+    "rmsnorm-gated": Named(
+        "rmsnorm.gated_rms_norm", lambda: rmsnorm.gated_rms_norm, "rmsnorm", promises=frozenset({"all"})
+    ),
     "torch": Named("torch.nn.functional.rms_norm", lambda: torch.nn.functional.rms_norm),
     "torch-module": Named("torch.nn.RMSNorm", lambda: torch.nn.RMSNorm),
     "torch-compile": Named("torch.compile of torch.nn.functional.rms_norm", _torch_compile, compiled=True),
@@ -159,6 +243,14 @@ NAMES = {
         "GemmaRMSNorm", _at(f"{_TRANSFORMERS}.gemma.modeling_gemma:GemmaRMSNorm"), "transformers"
     ),
     "transformers-t5": Named("T5LayerNorm", _at(f"{_TRANSFORMERS}.t5.modeling_t5:T5LayerNorm"), "transformers"),
+    "transformers-mamba2": Named(
+        "MambaRMSNormGated", _at(f"{_TRANSFORMERS}.mamba2.modeling_mamba2:MambaRMSNormGated"), "transformers"
+    ),
+    "transformers-qwen3-next": Named(
+        "Qwen3NextRMSNormGated",
+        _at(f"{_TRANSFORMERS}.qwen3_next.modeling_qwen3_next:Qwen3NextRMSNormGated"),
+        "transformers",
+    ),
     "litgpt": Named("litgpt.model.RMSNorm", _at("litgpt.model:RMSNorm"), "litgpt"),
     "torchtune": Named("torchtune.modules.RMSNorm", _at("torchtune.modules.rms_norm:RMSNorm"), "torchtune"),
     "timm": Named("timm.layers.RmsNorm", _at("timm.layers:RmsNorm"), "timm"),
@@ -173,6 +265,14 @@ NAMES = {
     "quack": Named("quack.rmsnorm", lambda: PEERS["quack"].load().rmsnorm, "quack"),
     "flash-attn": Named("flash_attn rms_norm_fn", _flash_attn, "flash-attn"),
     "vllm": Named("vLLM's compiled rms_norm", _vllm, "vllm", trains=False),
+    "vllm-add": Named("vLLM's compiled fused_add_rms_norm", _vllm_add, "vllm", trains=False),
     "zentorch": Named("zentorch_rms_norm, given two dimensions", _zentorch, "zentorch", trains=False),
+    "zentorch-add": Named("zentorch_add_rms_norm_, given two dimensions", _zentorch_add, "zentorch", trains=False),
+    "pace": Named("PACE's compiled rmsnorm", _pace, "pace", trains=False),
+    "pace-add": Named("PACE's compiled fused_add_rmsnorm", _pace_add, "pace", trains=False),
+    "ncnn": Named("ncnn's RMSNorm, on a copy of two dimensions", _ncnn, "ncnn", trains=False, compiled=True),
     "onnxruntime": Named("SimplifiedLayerNormalization", _onnxruntime, "onnxruntime", trains=False, compiled=True),
+    "onnxruntime-add": Named(
+        "SkipSimplifiedLayerNormalization", _onnxruntime_add, "onnxruntime", trains=False, compiled=True
+    ),
 }

@@ -46,12 +46,16 @@ def not_applicable(measured: str) -> Outcome:
 
 @dataclass(frozen=True)
 class Check:
-    """One question: `meaning` is its answer where all is well; an extra is what only some promise."""
+    """One question: `meaning` is its answer where all is well; an extra is what only some promise.
+
+    `about` is what it gives beside x: a residual, a gate, groups; nothing where it is about the norm of x alone.
+    """
 
     name: str
     meaning: str
     run: Callable[[CheckContext], Outcome]
     extra: bool = False
+    about: str = ""
 
 
 @dataclass(frozen=True)

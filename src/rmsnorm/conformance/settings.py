@@ -31,9 +31,10 @@ def eps(context: CheckContext) -> Outcome:
     if form.place != "inside":
         return failed(f"{form.place}", f"eps is not added to the mean inside the root: it computes {form}")
     if context.implementation.takes_eps:
+        first = context.dtypes[0]
         for given in (1e-5, 1e-2):
-            used = _effective(context, given, torch.float32)
-            if abs(used / given - 1) > 1e-2:
+            used = _effective(context, given, first)
+            if abs(used / given - 1) > max(1e-2, 4 * torch.finfo(first).eps):
                 return failed(f"{used:.3g}, not {given:g}", f"given an eps of {given:g} it uses {used:.3g}")
         given = 1e-6
         for dtype in (torch.float16, torch.bfloat16):
@@ -49,7 +50,8 @@ def eps(context: CheckContext) -> Outcome:
                 return failed(
                     f"{used:.3g}, not {given:g}", f"eps is rounded to {short(dtype)}: {given:g} is {used:.3g}"
                 )
-    zeros = context.run(torch.zeros(2, context.width), context.weight(context.width, torch.float32))
+    first = context.dtypes[0]
+    zeros = context.run(torch.zeros(2, context.width, dtype=first), context.weight(context.width, first))
     if not bool((zeros == 0).all()):
         return failed("zeros give no zeros", "a row of zeros does not give zeros")
     return passed(f"{form.eps:g} inside the root" + ("" if context.implementation.takes_eps else ", its own"))
@@ -67,14 +69,15 @@ def _effective(context: CheckContext, given: float, dtype: torch.dtype) -> float
 def eps_text(context: CheckContext) -> Outcome:
     if not context.takes_eps:
         return not_applicable("no eps that is given is used")
-    x, weight = context.rows(2, context.width, torch.float32, scale=1e-2), context.weight(context.width, torch.float32)
+    dtype = context.dtypes[0]
+    x, weight = context.rows(2, context.width, dtype, scale=1e-2), context.weight(context.width, dtype)
     text: Any = "1e-3"
     try:
         y = context.run(x, weight, text)
     except Raised as error:
         return passed(f"refused: {str(error).partition(':')[0]}")
-    apart = context.errors(y, context.exact(x, weight, 1e-3), torch.float32, torch.float32)
-    if float(apart.max()) <= context.limit(torch.float32):
+    apart = context.errors(y, context.exact(x, weight, 1e-3), dtype, dtype)
+    if float(apart.max()) <= context.limit(dtype):
         return passed("read as a number")
     return failed("another result", "an eps given as text, out of a YAML file, is accepted and not used")
 
@@ -190,7 +193,7 @@ def not_numbers(context: CheckContext) -> Outcome:
         x, weight = context.rows(6, width, dtype, seed=19), context.weight(width, dtype)
         x[1, 5], x[3, 7], x[4, -1] = torch.nan, torch.inf, -torch.inf
         y = context.run(x, weight)
-        if not bool(y[1].isnan().all()):
+        if not bool(context.form.grouped(y[1])[5 // (context.form.group or width)].isnan().all()):
             return failed(f"NaN swallowed in {short(dtype)}", "a NaN in a row does not make the whole row NaN")
         if bool(y[3, 7].isfinite() | y[4, -1].isfinite()):
             return failed(f"infinity swallowed in {short(dtype)}", "an infinite element gives a finite result")

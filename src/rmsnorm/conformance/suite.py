@@ -7,9 +7,22 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from rmsnorm.conformance import accuracy, calls, gradients, graph, inputs, invariance, memory, settings, sizes
+from rmsnorm.conformance import (
+    accuracy,
+    calls,
+    gated,
+    gradients,
+    graph,
+    groups,
+    inputs,
+    invariance,
+    memory,
+    residual,
+    settings,
+    sizes,
+)
 from rmsnorm.conformance.context import CheckContext
-from rmsnorm.conformance.form import Form, find
+from rmsnorm.conformance.form import WIDTH, Form, find
 from rmsnorm.conformance.implementation import Implementation, Raised, Refused
 from rmsnorm.conformance.outcome import (
     FAIL,
@@ -41,6 +54,9 @@ CHECKS = (
     *graph.checks(),
     *calls.checks(),
     *memory.checks(),
+    *residual.checks(),
+    *gated.checks(),
+    *groups.checks(),
     *invariance.checks(),
     *invariance.extras(),
     *accuracy.extras(),
@@ -95,9 +111,11 @@ def run(
     try:
         form = find(implementation, device)
     except (NotRMSNorm, Raised) as reason:
-        why = "no RMSNorm" if isinstance(reason, NotRMSNorm) else "does not run on ordinary float32 rows"
+        why = "no RMSNorm" if isinstance(reason, NotRMSNorm) else "does not run on ordinary rows"
         yield from without_form(checks, failed("not recognised", f"{why}: {reason}"))
         return
+    if form.group:  # what other widths would be divided into is not known
+        implementation = replace(implementation, width=implementation.width or WIDTH)
     context = CheckContext(implementation, form, device)
     for check in checks:
         if check is not CONVENTION:
@@ -114,6 +132,8 @@ def without_form(checks: Iterable[Check], why: Outcome) -> Iterator[Result]:
 
 
 def _outcome(check: Check, context: CheckContext, expected: Expected, strict: bool) -> Outcome:
+    if check is not CONVENTION and check.about != "gate" and not context.implementation.plain:
+        return not_applicable("asked with its gate alone, which comes before the norm")
     if check is CONVENTION and (said := expected.differs(context.form)):
         return failed(str(context.form), said)
     try:

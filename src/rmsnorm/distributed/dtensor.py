@@ -42,15 +42,16 @@ def normalize(
 
 def _all_distributed(tensors: dict[str, Tensor | None]) -> list[DTensor | None]:
     mesh = next(t.device_mesh for t in tensors.values() if isinstance(t, DTensor))
-    found: list[DTensor | None] = []
-    for name, t in tensors.items():
-        if t is None or isinstance(t, DTensor):
-            found.append(t)
-        elif DTensor._op_dispatcher._allow_implicit_replication:  # plain tensors are the same on all ranks
-            found.append(DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False))
-        else:
-            raise TypeError(f"{name} must be a DTensor where the others are, got {type(t).__name__}")
-    return found
+    return [None if t is None else distributed(t, mesh, name) for name, t in tensors.items()]
+
+
+def distributed(t: Tensor, mesh: Any, name: str) -> DTensor:
+    """A DTensor as it is; a plain tensor where those count as the same on all ranks."""
+    if isinstance(t, DTensor):
+        return t
+    if not DTensor._op_dispatcher._allow_implicit_replication:
+        raise TypeError(f"{name} must be a DTensor where the others are, got {type(t).__name__}")
+    return DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 # ---------------------------------------------------------------- whole rows on each rank

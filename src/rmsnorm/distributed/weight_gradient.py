@@ -83,7 +83,7 @@ def gradients(
     else:
         dx, dgate, _ = doors.backward(dy, x, gate, rstd, weight, dh, spec, (need_dx, need_dgate, False))
         part, add = reference.input_gradients(dy, x, gate, rstd, weight, None, spec)[2], sum_rows
-    return dx, dgate, _sum_over_ranks(part, cuts, add).to(weight_dtype)
+    return dx, dgate, sum_over_ranks(part, cuts, add).to(weight_dtype)
 
 
 def _joined(runs: list[Tensor | None], shape: Sequence[int]) -> Tensor | None:
@@ -107,7 +107,7 @@ def _runs(t: Tensor | None, inner: int) -> Iterable[Tensor | None]:
     return t.flatten(0, inner - 1).unbind() if inner else [t]
 
 
-def _sum_over_ranks(part: Tensor, cuts: list[Cut], add: Callable[[Tensor], Tensor]) -> Tensor:
+def sum_over_ranks(part: Tensor, cuts: list[Cut], add: Callable[[Tensor], Tensor]) -> Tensor:
     """add(rows) of all ranks' rows, in the order they have as a whole.
 
     Two exchanges, of as many bytes as an all-reduce: all rows of some columns for all columns of some rows, and the

@@ -39,7 +39,7 @@ class Norm(nn.Module):
             raise ValueError(f"eps must be positive, got {eps!r}")
         spec = make_spec(eps, **options)
         checks.check_dtype(dtype, "dtype")
-        group_size = options["group_size"]
+        group_size = options.get("group_size")
         if group_size is not None:
             check_group_size(group_size, torch.Size(shape).numel())
         for name, value in flags.items():

@@ -13,7 +13,7 @@ from torch import Tensor
 from rmsnorm import checks
 from rmsnorm.numerics import reference
 from rmsnorm.ops.fallback import Gradients, check
-from rmsnorm.ops.layouts import like, rstd_like
+from rmsnorm.ops.layouts import like, rstd_like, shared_shape
 from rmsnorm.spec import NormSpec
 
 
@@ -76,6 +76,31 @@ def residual_forward(
     return _sum_and_y(x, residual, weight, spec)
 
 
+def norm_add_forward(x: Tensor, residual: Tensor, weight: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    spec = NormSpec(*options)
+    if any(t is not None and t.is_meta for t in (x, residual, weight)):
+        check(x, weight, spec)
+        checks.check_residual(residual, x)
+    return like(x, residual.dtype), rstd_like(x, spec)
+
+
+def norm_add_norm_forward(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    next_weight: Tensor | None,
+    eps: float,
+    next_eps: float,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    spec = NormSpec(eps, *options)
+    h, rstd = norm_add_forward(x, residual, weight, *spec[:3])
+    if next_weight is not None and (x.is_meta or next_weight.is_meta):
+        checks.check_next_weight(next_weight, x)
+    n = _y(x, None, weight, spec)
+    return _y(n, None, next_weight, spec._replace(eps=next_eps)), h, rstd, rstd_like(x, spec)
+
+
 def gated_backward(
     dy: Tensor,
     x: Tensor,
@@ -108,3 +133,29 @@ def _sum_and_y(x: Tensor, residual: Tensor, weight: Tensor | None, spec: NormSpe
 
 def _dweight(x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[-1], dtype=rstd.dtype if weight is None else weight.dtype)
+
+
+def modulated_forward(x: Tensor, *arguments: Any) -> Tensor:
+    return modulated_forward_train(x, *arguments)[0]
+
+
+def modulated_forward_train(
+    x: Tensor, weight: Tensor | None, scale: Tensor | None, shift: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor]:
+    spec = NormSpec(*options)
+    for name, t in (("scale", scale), ("shift", shift)):
+        if t is not None and (x.is_meta or t.is_meta):
+            checks.check_broadcast(t, x, name)
+    return _y(x, None, weight, spec), rstd_like(x, spec)
+
+
+def modulated_backward(
+    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, scale: Tensor | None, *options: Any
+) -> tuple[Tensor | None, ...]:
+    _weight_offset, _rounding, shared, need_dx, need_dweight, *dtypes = options
+    shape = shared_shape(x, shared)
+    return (
+        like(x, x.dtype) if need_dx else None,
+        _dweight(x, rstd, weight) if need_dweight else None,
+        *(None if dtype is None else x.new_empty(shape, dtype=dtype) for dtype in dtypes),
+    )

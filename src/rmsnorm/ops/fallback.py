@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from rmsnorm import checks
-from rmsnorm.numerics import blocks, reference
-from rmsnorm.ops.layouts import laid_out_like
+from rmsnorm.numerics import blocks, modulation, reference
+from rmsnorm.numerics.stages import add_residual
+from rmsnorm.ops.layouts import laid_out_like, shared_shape
 from rmsnorm.spec import NormSpec, check_eps, check_group_size, check_number
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -129,6 +130,32 @@ def residual_forward(
 
 
 @_or_on_the_cpu
+def norm_add_forward(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
+) -> tuple[Tensor, Tensor]:
+    spec = NormSpec(eps, weight_offset, rounding)
+    n, rstd = _normalize(x, None, weight, spec)
+    checks.check_residual(residual, x)
+    return laid_out_like(x, add_residual(n, residual, spec)[0]), rstd
+
+
+@_or_on_the_cpu
+def norm_add_norm_forward(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    next_weight: Tensor | None,
+    eps: float,
+    next_eps: float,
+    weight_offset: float = 0.0,
+    rounding: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n, rstd = _normalize(x, None, weight, NormSpec(eps, weight_offset, rounding))
+    y, h, next_rstd = _add_and_normalize(n, residual, next_weight, NormSpec(next_eps, weight_offset, rounding))
+    return y, h, rstd, next_rstd
+
+
+@_or_on_the_cpu
 def gated_backward(
     dy: Tensor,
     x: Tensor,
@@ -167,3 +194,44 @@ def _add_and_normalize(
 def _write(out: Tensor, x: Tensor, weight: Tensor | None, y: Tensor) -> None:
     checks.check_out(out, x, weight, y.dtype)
     out.copy_(y)
+
+
+def modulated_forward(x: Tensor, *arguments: Any) -> Tensor:
+    return modulated_forward_train(x, *arguments)[0]
+
+
+@_or_on_the_cpu
+def modulated_forward_train(
+    x: Tensor,
+    weight: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    weight_offset: float = 0.0,
+    rounding: int = 0,
+) -> tuple[Tensor, Tensor]:
+    spec = NormSpec(eps, weight_offset, rounding)
+    check(x, weight, spec)
+    for name, t in (("scale", scale), ("shift", shift)):
+        if t is not None:
+            checks.check_broadcast(t, x, name)
+    y, rstd = modulation.forward(x, weight, scale, shift, spec)
+    return laid_out_like(x, y), rstd.contiguous()
+
+
+@_or_on_the_cpu
+def modulated_backward(
+    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, scale: Tensor | None, *options: Any
+) -> tuple[Tensor | None, ...]:
+    weight_offset, rounding, shared, need_dx, need_dweight, dscale_dtype, dshift_dtype = options
+    spec = NormSpec(0.0, weight_offset, rounding)
+    dn, *terms = modulation.input_gradients(dy, x, rstd, weight, scale, spec)
+    dx = dweight = None
+    if need_dx or need_dweight:
+        dx, _, dweight = _rows_of(x).backward(dn, x, None, rstd, weight, None, spec, need_dweight)
+    shape = shared_shape(x, shared)
+    sums = (
+        None if dtype is None else modulation.sum_shared(t, shape).to(dtype)
+        for t, dtype in zip(terms, (dscale_dtype, dshift_dtype), strict=True)
+    )
+    return laid_out_like(x, dx) if need_dx and dx is not None else None, dweight, *sums

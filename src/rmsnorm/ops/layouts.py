@@ -28,3 +28,9 @@ def rstd_like(x: Tensor, spec: NormSpec) -> Tensor:
     """One number for each group of each row, contiguous."""
     groups = x.shape[-1] // spec.group_size if spec.group_size else 1
     return x.new_empty((*x.shape[:-1], groups), dtype=compute_dtype(x))
+
+
+def shared_shape(x: Tensor, shared: int) -> tuple[int, ...]:
+    """x's shape with 1 for the last `shared` of its leading dimensions."""
+    kept = x.dim() - 1 - shared
+    return (*x.shape[:kept], *(1,) * shared, x.shape[-1])

@@ -32,7 +32,12 @@ gated_forward(Tensor x, Tensor? gate, Tensor? weight, float eps, float weight_of
 gated_forward_train(Tensor x, Tensor? gate, Tensor? weight, float eps, float weight_offset, int rounding, int group_size, int activation, bool gate_first) -> (Tensor y, Tensor rstd)
 gated_forward_out(Tensor x, Tensor? gate, Tensor? weight, float eps, float weight_offset, int rounding, int group_size, int activation, bool gate_first, Tensor(a!) out) -> ()
 residual_forward(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset, int rounding, int group_size, bool exact_sum, float alpha) -> (Tensor y, Tensor h, Tensor rstd)
+norm_add_forward(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset=0.0, int rounding=0) -> (Tensor h, Tensor rstd)
+norm_add_norm_forward(Tensor x, Tensor residual, Tensor? weight, Tensor? next_weight, float eps, float next_eps, float weight_offset=0.0, int rounding=0) -> (Tensor y, Tensor h, Tensor rstd, Tensor next_rstd)
 gated_backward(Tensor dy, Tensor x, Tensor? gate, Tensor rstd, Tensor? weight, Tensor? dh, float weight_offset, int group_size, int activation, bool gate_first, bool need_dx, bool need_dgate, bool need_dweight) -> (Tensor? dx, Tensor? dgate, Tensor? dweight)
+modulated_forward(Tensor x, Tensor? weight, Tensor? scale, Tensor? shift, float eps, float weight_offset=0.0, int rounding=0) -> Tensor
+modulated_forward_train(Tensor x, Tensor? weight, Tensor? scale, Tensor? shift, float eps, float weight_offset=0.0, int rounding=0) -> (Tensor y, Tensor rstd)
+modulated_backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, Tensor? scale, float weight_offset, int rounding, int shared, bool need_dx, bool need_dweight, ScalarType? dscale_dtype, ScalarType? dshift_dtype) -> (Tensor? dx, Tensor? dweight, Tensor? dscale, Tensor? dshift)
 """  # noqa: E501
 NAMES = tuple(schema.partition("(")[0] for schema in _SCHEMAS.strip().splitlines())
 

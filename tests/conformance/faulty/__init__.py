@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.conformance.faulty import formula, shared, stateful
+from tests.conformance.faulty import around, formula, shared, stateful
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,15 @@ _DWEIGHT = ("dweight-float32", "dweight-bfloat16", "dweight-float16")
 # What wrong gradients spoil besides, and a gain that is not the weight's.
 _TRAINED = ("backward-order", "frozen", "weight-updates", "call-sequence", "many-rows", "wide-rows")
 _UPDATES = ("nan-inf", "call-sequence", "frozen")
+_RESIDUAL = ("residual-float32", "residual-bfloat16", "residual-float16")
+_RESIDUAL_GRADIENTS = tuple(f"residual-gradients-{name}" for name in ("float32", "bfloat16", "float16"))
+_AFTER_RESIDUAL = ("residual-dtype", "residual-strides", *_RESIDUAL_GRADIENTS)
+_AFTER_SUM = ("residual-dtype", *_RESIDUAL_GRADIENTS)
+_GATE = ("gate-float32", "gate-bfloat16", "gate-float16")
+_GATE_GRADIENTS = tuple(f"gate-gradients-{name}" for name in ("float32", "bfloat16", "float16"))
+_AFTER_GATE = ("gate-range", "gate-nan", "gate-strides", *_GATE_GRADIENTS)
+_GROUPS = ("groups-float32", "groups-bfloat16", "groups-float16")
+_GROUP_GRADIENTS = tuple(f"groups-gradients-{name}" for name in ("float32", "bfloat16", "float16"))
 FAULTS = (
     Fault(formula.eps_outside_the_root, ("eps",), "(sqrt(mean(x^2)) + 1e-05)"),
     Fault(formula.eps_as_a_clamp, ("eps",), "max(sqrt(mean(x^2)), 1e-05)"),
@@ -91,4 +100,31 @@ FAULTS = (
     Fault(shared.draws_random_numbers, ("process-settings",), "PyTorch's random state, Python's random state"),
     Fault(shared.subnormals_become_zero, ("process-settings",), "whether subnormal numbers are zero"),
     Fault(shared.changes_the_number_of_threads, ("process-settings",), "the number of threads"),
+    Fault(around.residual_ignored, _RESIDUAL, "the residual has no effect", _AFTER_RESIDUAL),
+    Fault(around.residual_added_after_the_norm, _RESIDUAL, "added after the norm", _AFTER_RESIDUAL),
+    Fault(around.sum_truncated, ("residual-sum",), "rounded once, in"),
+    Fault(around.branch_in_place_of_the_sum, ("residual-sum",), "rounded once, in", _AFTER_SUM),
+    Fault(around.stream_in_the_dtype_of_the_branch, ("residual-dtype",), "comes back in bfloat16"),
+    Fault(around.stream_with_the_bits_of_the_branch, ("residual-dtype",), "the bits of a 16-bit one"),
+    Fault(around.residual_strides_ignored, ("residual-strides",), "its strides are ignored"),
+    Fault(around.residual_overwritten, ("residual-unchanged",), "overwrites the residual", ("residual-strides",)),
+    Fault(around.residual_without_gradient, _RESIDUAL_GRADIENTS, "the residual gets no gradient"),
+    Fault(around.sum_without_gradient, _RESIDUAL_GRADIENTS, "the residual stream stops learning"),
+    Fault(around.gradient_of_the_sum_forgotten, _RESIDUAL_GRADIENTS, "lacks what comes through the sum"),
+    Fault(around.gate_by_another_function, _GATE, "no norm times an activation", _AFTER_GATE),
+    Fault(
+        around.activation_in_16_bits,
+        ("gate-float32", "gate-float16"),
+        "units in the last place off",
+        ("gate-strides", "gate-gradients-float32", "gate-gradients-float16"),
+    ),
+    Fault(around.silu_by_two_exponentials, ("gate-range",), "infinite or NaN"),
+    Fault(around.nan_gates_are_shut, ("gate-nan",), "does not show in its result"),
+    Fault(around.gate_strides_ignored, ("gate-strides",), "strides are ignored"),
+    Fault(around.gate_without_gradient, _GATE_GRADIENTS, "the gate gets no gradient"),
+    Fault(around.derivative_of_silu_is_sigmoid, _GATE_GRADIENTS, "the gradient of the gate in float32 is"),
+    Fault(around.group_size_ignored, _GROUPS, "the size has no effect", (*_GROUP_GRADIENTS, "groups-nan")),
+    Fault(around.what_is_left_over_is_not_normalised, ("groups-divide",), "are accepted, though"),
+    Fault(around.nan_in_all_groups, ("groups-nan",), "shows in others", ("nan-inf",)),
+    Fault(around.gradient_of_the_whole_row, _GROUP_GRADIENTS, "in groups of 16 dx"),
 )

@@ -9,22 +9,23 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from rmsnorm.benchmarking.peers import Unavailable
 from rmsnorm.cli import info
-from rmsnorm.cli.bench import model, page, plot, shapes, table
+from rmsnorm.cli.bench import model, page, plot, shapes, table, training
 from rmsnorm.cli.bench.lines import open_lines, read
 from rmsnorm.cli.bench.measure import CACHES, CONTESTANTS, Plan, Result, measure
 from rmsnorm.cli.bench.model import Speed
 from rmsnorm.cli.bench.shapes import Case, Shape
 from rmsnorm.cli.bench.tensors import Inputs
-from rmsnorm.cli.progress import progress
+from rmsnorm.cli.bench.training import Training
+from rmsnorm.cli.progress import Step, progress
 from rmsnorm.cli.requirements import (
     DTYPES,
     CannotRun,
@@ -46,7 +47,8 @@ PATIENCE = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what, dtypes, caches, names = (list_of(one_of(*known)) for known in (shapes.WHATS, DTYPES, CACHES, CONTESTANTS))
+    what, caches, names = (list_of(one_of(*known)) for known in (shapes.WHATS, CACHES, CONTESTANTS))
+    dtypes = list_of(one_of(*DTYPES, training.AUTOCAST))
     parser.add_argument(
         "--what",
         type=what,
@@ -87,8 +89,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens per second and the share of norms, before and after rmsnorm.patch, with random weights; "
         "by a config.json of transformers or the folder it is in; default a small Llama",
     )
-    whole.add_argument("--prefill", type=positive, help="tokens in its prompt (default 256)")
+    whole.add_argument("--prefill", type=positive, help="tokens in its prompt, or of a training step (default 256)")
     whole.add_argument("--decode", type=positive, help="tokens it generates (default 32)")
+    whole.add_argument(
+        "--train",
+        action="store_true",
+        help="training steps instead, their time and memory; --dtypes takes autocast too (default all three)",
+    )
+    whole.add_argument("--compile", action="store_true", help="with --train: also under torch.compile, minutes more")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -124,23 +132,46 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_model(arguments: argparse.Namespace) -> int:
-    speeds: list[Speed] = []
-    dtypes = arguments.dtypes or (["bfloat16"] if arguments.quick else ["float32", "bfloat16"])
     threads = arguments.threads or [torch.get_num_threads()]
     rounds = arguments.rounds or (3 if arguments.quick else 5)
-    steps = 1 + len(dtypes) * len(threads) * (1 + 2 * rounds)
-    lengths = arguments.prefill or 256, arguments.decode or 32
+    tokens, new = arguments.prefill or 256, arguments.decode or 32
+    dtypes: Sequence[str] = arguments.dtypes or (["bfloat16"] if arguments.quick else ["float32", "bfloat16"])
+    if arguments.train:
+        dtypes = dtypes if arguments.dtypes or arguments.quick else training.PRECISIONS
+        steps = training.count(dtypes, threads, rounds, arguments.compile)
+        return _measured(
+            lambda step: training.measure(arguments.model, dtypes, threads, tokens, rounds, arguments.compile, step),
+            training.show,
+            steps,
+            arguments.json,
+        )
+    return _measured(
+        lambda step: model.measure(arguments.model, dtypes, threads, tokens, new, rounds, step),
+        model.show,
+        1 + len(dtypes) * len(threads) * (1 + 2 * rounds),
+        arguments.json,
+    )
+
+
+Found = TypeVar("Found", Speed, Training)
+
+
+def _measured(
+    measuring: Callable[[Step], Iterable[Found]], show: Callable[[Sequence[Found]], None], steps: int, json: str | None
+) -> int:
+    """Show what is found, write it as it comes, and keep what there is on Ctrl-C."""
+    found: list[Found] = []
     interrupted = False
     try:
-        with open_lines(arguments.json) as write, progress(steps) as step:
+        with open_lines(json) as write, progress(steps) as step:
             write({"about": machine()})
-            for speed in model.measure(arguments.model, dtypes, threads, *lengths, rounds, step):
-                write(speed.to_json())
-                speeds.append(speed)
+            for one in measuring(step):
+                write(one.to_json())
+                found.append(one)
     except KeyboardInterrupt:
         interrupted = True
-    if arguments.json != "-":
-        model.show(speeds)
+    if json != "-":
+        show(found)
     if interrupted:
         raise KeyboardInterrupt
     return 0
@@ -159,9 +190,17 @@ def refuse_what_would_be_ignored(arguments: argparse.Namespace) -> None:
                 raise CannotRun(" and ".join(names) + " cannot be given together")
     if arguments.model and torch.device(arguments.device).type != "cpu":
         raise CannotRun("--model runs on the CPU: its stopwatch does not wait for other devices")
-    for name in ("prefill", "decode"):
+    for name in ("prefill", "decode", "train"):
         if getattr(arguments, name) and not arguments.model:
             raise CannotRun(f"--{name} is for --model")
+    if arguments.compile and not arguments.train:
+        raise CannotRun("--compile is for --train")
+    if arguments.decode and arguments.train:
+        raise CannotRun("--decode and --train cannot be given together")
+    if training.AUTOCAST in (arguments.dtypes or ()) and not arguments.train:
+        raise CannotRun(f"--dtypes takes {training.AUTOCAST} with --train alone")
+    if arguments.train and set(arguments.dtypes or ()) - {*training.PRECISIONS}:
+        raise CannotRun(f"--train takes --dtypes of {', '.join(training.PRECISIONS)}")
 
 
 def needs(arguments: argparse.Namespace) -> list[str]:

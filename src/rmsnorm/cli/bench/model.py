@@ -83,6 +83,12 @@ class PatchedModel:
         self.name = f"{type(self.model).__name__}, {size / 1e6:,.0f} million random weights"
         self.vocabulary = int(self.model.get_input_embeddings().weight.shape[0])
 
+    def check_length(self, tokens: int) -> None:
+        """Raise `CannotRun` if the model takes fewer tokens at a time."""
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        if limit and tokens > limit:
+            raise CannotRun(f"the model takes {limit} tokens, and {tokens} were asked for")
+
     def use_dtype(self, dtype: torch.dtype) -> None:
         """Change the model's dtype and prove its norms again, for that dtype."""
         rmsnorm.unpatch(self.model)
@@ -110,9 +116,7 @@ def measure(
     """Yield the speeds in each dtype, for each number of threads, as soon as they are known."""
     step("building the model")
     language = PatchedModel(config)
-    limit = getattr(language.model.config, "max_position_embeddings", None)
-    if limit and prefill + decode + 1 > limit:
-        raise CannotRun(f"the model takes {limit} tokens, fewer than --prefill {prefill} and --decode {decode} need")
+    language.check_length(prefill + decode + 1)
     prompt = torch.randint(language.vocabulary, (1, prefill), generator=torch.Generator().manual_seed(0))
     before = torch.get_num_threads()
     try:
