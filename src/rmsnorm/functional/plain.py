@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,12 @@ from rmsnorm.functional.fast_path import (
     functorch_active,
     grad_enabled,
     has_gpu,
-    new_spec,
     on_gpu,
+    spec_of,
     train,
 )
 from rmsnorm.functional.options import rms_norm_with_options
 from rmsnorm.ops import doors
-from rmsnorm.spec import NormSpec
 
 _forward = direct.forward
 _count_change = torch.autograd.graph.increment_version  # the operator does not: see autograd's check of what it saved
@@ -105,14 +104,13 @@ def rms_norm(
             if out is None and grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
                 if x.is_inference() or (weight is not None and weight.is_inference()):
                     x, weight = dispatch.savable(x, weight)
-                fields = eps, weight_offset, ROUNDING_INDEX[rounding], group_size or 0, 0, False, False, 1.0, 0
-                return train(x, None, None, weight, new_spec(NormSpec, fields))  # type: ignore[no-any-return]
+                return train(x, None, None, weight, spec_of(eps, weight_offset, rounding, group_size))  # type: ignore[no-any-return]
             if group_size is None and out is None:
                 forward = on_gpu.forward if has_gpu and x.is_cuda else _forward
                 if rounding is ONCE and weight_offset == 0.0:
                     return forward(x, weight, eps)  # type: ignore[no-any-return]
                 return forward(x, weight, eps, weight_offset, ROUNDING_INDEX[rounding])  # type: ignore[no-any-return]
-            spec = NormSpec(eps, weight_offset, ROUNDING_INDEX[rounding], group_size or 0)
+            spec = spec_of(eps, weight_offset, rounding, group_size)
             if out is None:
                 return doors.forward(x, None, weight, spec)
             doors.forward_out(x, None, weight, out, spec)
@@ -133,3 +131,27 @@ def rms_norm(
     if out is not None:
         return checked.write_out(out, x, None, weight, spec, normalized_shape)
     return checked.normalize(x, None, None, weight, spec, normalized_shape)[0]
+
+
+def with_options(eps: float, weight_offset: float, rounding: str) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """`rms_norm` of these options, for a caller that knows x and weight to fit together: nothing is asked twice."""
+    given: Any = {"eps": eps, "weight_offset": weight_offset, "rounding": rounding}
+    options: tuple[float, ...] = (eps, weight_offset, ROUNDING_INDEX[rounding])
+    if rounding == ONCE and weight_offset == 0.0:
+        options = options[:1]  # the rest is as by default, which costs less
+
+    def call(x: Tensor, weight: Tensor | None) -> Tensor:
+        if (
+            type(x) is Tensor
+            and (weight is None or (type(weight) in TENSORS and weight.dtype is not FLOAT64))
+            and x.dtype is not FLOAT64
+            and not (has_gpu and x.is_cuda)
+            and not functorch_active()
+            and forward_ad._current_level < 0
+            and not compiling()
+            and not (grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)))
+        ):
+            return _forward(x, weight, *options)  # type: ignore[no-any-return]
+        return rms_norm(x, weight, **given)
+
+    return call

@@ -33,6 +33,8 @@ def forward_train(x: Tensor, gate: Tensor | None, weight: Tensor | None, spec: N
     if spec.partial:
         return ops.partial_forward_train(x, weight, *spec[:3], spec.partial)  # type: ignore[no-any-return]
     if gate is None and not spec.group_size:
+        if spec[1] == 0.0 and spec[2] == 0:  # a default passed costs 0.1 us
+            return ops.forward_train(x, weight, spec[0])  # type: ignore[no-any-return]
         return ops.forward_train(x, weight, spec[0], spec[1], spec[2])  # type: ignore[no-any-return]
     return ops.gated_forward_train(x, gate, weight, *spec[:6])  # type: ignore[no-any-return]
 

@@ -74,6 +74,7 @@ def _load() -> Status:
         raise ValueError("RMSNORM_ISA=" + str(error).splitlines()[0].partition("RMSNORM_ISA=")[2]) from None
 
 
+_FLOAT64, _compiling = torch.float64, torch.compiler.is_compiling  # looked up once: every call asks
 _status = _load()
 _library = torch.library.Library("rmsnorm", "FRAGMENT")
 
@@ -136,11 +137,11 @@ class Operators:
 
     def __call__(self, x: Tensor) -> SimpleNamespace:
         """Those for x. The kernels know no float64, which the reference computes on every device."""
-        if x.dtype == torch.float64:
+        if x.dtype is _FLOAT64:
             return self.reference
         if self.distributed is not None and type(x).__name__ == "DTensor":
             return self.distributed
-        if torch.compiler.is_compiling():
+        if _compiling():
             return self.traced
         return self.gpu if x.is_cuda else self.direct
 
