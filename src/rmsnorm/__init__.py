@@ -8,12 +8,15 @@ from importlib.metadata import version as _version
 from rmsnorm.benchmarking.comparison import compare_normalization
 from rmsnorm.dispatch import compile_as
 from rmsnorm.functional import (
+    Quantized,
     add_rms_norm,
     gated_rms_norm,
     modulated_rms_norm,
+    quantize,
     rms_norm,
     rms_norm_add,
     rms_norm_add_rms_norm,
+    rms_norm_quantized,
     rms_norms,
 )
 from rmsnorm.module import GatedRMSNorm, ModulatedRMSNorm, RMSNorm, RMSNormAdd
@@ -26,6 +29,7 @@ __all__ = [
     "Convention",
     "GatedRMSNorm",
     "ModulatedRMSNorm",
+    "Quantized",
     "RMSNorm",
     "RMSNormAdd",
     "Report",
@@ -38,9 +42,11 @@ __all__ = [
     "identify",
     "modulated_rms_norm",
     "patch",
+    "quantize",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_add_rms_norm",
+    "rms_norm_quantized",
     "rms_norms",
     "unfold_offset",
     "unpatch",
