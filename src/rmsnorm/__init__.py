@@ -14,6 +14,7 @@ from rmsnorm.functional import (
     rms_norm,
     rms_norm_add,
     rms_norm_add_rms_norm,
+    rms_norms,
 )
 from rmsnorm.module import GatedRMSNorm, ModulatedRMSNorm, RMSNorm, RMSNormAdd
 from rmsnorm.patching import Convention, Report, identify, patch, unpatch
@@ -45,6 +46,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_add",
     "rms_norm_add_rms_norm",
+    "rms_norms",
     "to_offset",
     "unfold_offset",
     "unpatch",

@@ -5,6 +5,7 @@ from rmsnorm.functional.gated import gated_rms_norm
 from rmsnorm.functional.modulated import modulated_rms_norm
 from rmsnorm.functional.plain import rms_norm
 from rmsnorm.functional.residual import add_rms_norm
+from rmsnorm.functional.several import rms_norms
 
 __all__ = [
     "add_rms_norm",
@@ -13,4 +14,5 @@ __all__ = [
     "rms_norm",
     "rms_norm_add",
     "rms_norm_add_rms_norm",
+    "rms_norms",
 ]
