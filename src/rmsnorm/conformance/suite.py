@@ -17,6 +17,7 @@ from rmsnorm.conformance import (
     inputs,
     invariance,
     memory,
+    quantized,
     residual,
     settings,
     sizes,
@@ -57,6 +58,7 @@ CHECKS = (
     *residual.checks(),
     *gated.checks(),
     *groups.checks(),
+    *quantized.checks(),
     *invariance.checks(),
     *invariance.extras(),
     *accuracy.extras(),
@@ -109,7 +111,7 @@ def run(
     step(CONVENTION.name)
     threads = torch.get_num_threads()
     try:
-        form = find(implementation, device)
+        form = (quantized.find if implementation.quantized else find)(implementation, device)
     except (NotRMSNorm, Raised) as reason:
         why = "no RMSNorm" if isinstance(reason, NotRMSNorm) else "does not run on ordinary rows"
         yield from without_form(checks, failed("not recognised", f"{why}: {reason}"))
@@ -132,6 +134,8 @@ def without_form(checks: Iterable[Check], why: Outcome) -> Iterator[Result]:
 
 
 def _outcome(check: Check, context: CheckContext, expected: Expected, strict: bool) -> Outcome:
+    if check is not CONVENTION and context.implementation.quantized and check.about != "quantized":
+        return not_applicable("its result is quantised")
     if check is not CONVENTION and check.about != "gate" and not context.implementation.plain:
         return not_applicable("asked with its gate alone, which comes before the norm")
     if check is CONVENTION and (said := expected.differs(context.form)):
