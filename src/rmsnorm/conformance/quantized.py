@@ -233,12 +233,6 @@ def _asked_in(context: CheckContext) -> Iterator[torch.dtype]:
         yield dtype
 
 
-def _asked(function: Callable[[CheckContext], Outcome], context: CheckContext) -> Outcome:
-    if not context.implementation.quantized:
-        return not_applicable("its result is not quantised")
-    return function(context)
-
-
 def checks() -> Iterator[Check]:
     found: list[tuple[str, str, Callable[[CheckContext], Outcome]]] = [
         (f"quantized-scale-{short(dtype)}", "Scales are amax / qmax.", partial(scales, dtype)) for dtype in DTYPES
@@ -255,4 +249,4 @@ def checks() -> Iterator[Check]:
         ("quantized-rows", "A row has its own scale, whatever stands beside it.", rows_alone),
     ]
     for name, meaning, function in found:
-        yield Check(name, meaning, partial(_asked, function), about="quantized")
+        yield Check(name, meaning, function, about="quantized")
