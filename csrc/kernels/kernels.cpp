@@ -51,7 +51,7 @@ template <class Call>
 void with_groups_as_rows(const Forward& given, Call call) {
     if (given.groups == 1) return call(given);
     Forward f = given;
-    Rows* const all[] = {&f.x, &f.y, &f.residual, &f.h, &f.gate, &f.scale, &f.shift};
+    Rows* const all[] = {&f.x, &f.y, &f.residual, &f.h, &f.gate, &f.addend, &f.scale, &f.shift};
     const int64_t width = f.groups * f.cols;
     bool adjacent = true;
     for (Rows* rows : all) adjacent = adjacent && (!rows->given || rows->stride == width);
@@ -60,6 +60,7 @@ void with_groups_as_rows(const Forward& given, Call call) {
     for (int64_t r = 0; r < given.rows; r += at_once) {
         f.x = from(given.x, r), f.y = from(given.y, r), f.gate = from(given.gate, r);
         f.residual = from(given.residual, r), f.h = from(given.h, r);
+        f.addend = from(given.addend, r);
         f.scale = from(given.scale, r), f.shift = from(given.shift, r);
         for (Rows* rows : all) rows->stride = f.cols;
         f.rstd = given.rstd;

@@ -30,16 +30,18 @@ struct Vector {
 //   before       u = x, or x + residual, or x * act(gate)
 //   statistics   rstd of each group of u
 //   scale        n = u * rstd, rounded to x_hat_type, * gain
-//   after        y = n, or n rounded to normed_type, * act(gate) or * (1 + scale) + shift
+//   after        y = n, or n rounded to normed_type, * act(gate), or + addend, or * (1 + scale) + shift
 struct Forward {
     Rows x, y;
     Rows residual, h;   // both or neither; h = t + residual in the residual's dtype
     Rows gate;          // only without residual; y has x's dtype where the gate comes last
+    Rows addend;        // without residual and gate; y has its dtype
     Rows scale, shift;  // either, of one dtype; without a gate
     Vector rstd;        // one value per group
     Vector gain;        // weight + weight_offset, of a row; 1 where there is none
     float* scratch;     // forward_scratch(*this) floats
     int64_t rows, cols, groups;
+    int64_t counted;  // statistics are of the first so many columns of each group
     double eps;
     double alpha;     // t = x * alpha, rounded to x's dtype; t = x where alpha is 1
     bool exact_sum;   // u is t + residual in float32, not h
@@ -58,7 +60,7 @@ struct Backward {
     Vector rstd, gain;
     Vector dweight;  // a row of sums, continued
     float* scratch;  // backward_scratch(*this) floats
-    int64_t rows, cols, groups;
+    int64_t rows, cols, groups, counted;
     bool gate_first;
     Activation activation;
 };
@@ -115,7 +117,7 @@ inline bool modulated(const Forward& f) { return f.scale.given || f.shift.given;
 constexpr int64_t piece_cols = 512;
 inline int64_t forward_scratch(const Forward& f) {
     if (keeps_u(f)) return rows_together(f.cols, sizeof(float)) * f.cols;
-    if (!f.gate.given && !modulated(f)) return 0;
+    if (!f.gate.given && !f.addend.given && !modulated(f)) return 0;
     return f.cols < piece_cols ? piece_cols : f.cols;
 }
 

@@ -126,6 +126,20 @@ void gate_after(const Forward& f, int64_t r, int64_t begin, int64_t count, const
     with_type(f.normed_type, multiply);
 }
 
+// ---------------------------------------------------------------- after: a residual
+
+// y = n + addend, n rounded to normed_type.
+template <class R>
+void add_after(const Forward& f, int64_t r, int64_t begin, int64_t count, const float* n) {
+    const R* addend = row<R>(f.addend, r) + begin;
+    R* y = row<R>(f.y, r) + begin;
+    with_type(f.normed_type, [&](auto type) {
+        fill_row<R>(y, count, [=](int64_t i, auto... rest) {
+            return add(round_to(load(n + i, rest...), type), load(addend + i, rest...));
+        });
+    });
+}
+
 // ---------------------------------------------------------------- after: modulation
 
 // y = n * (1 + scale) + shift, n rounded to normed_type, which is y's if it is any.
@@ -166,6 +180,8 @@ inline Before before_of(const Forward& f) {
 }
 
 inline After after_of(const Forward& f) {
+    if (f.addend.given)
+        return with_type(f.addend.dtype, [&](auto r) -> After { return add_after<decltype(r)>; });
     if (rmsnorm::modulated(f))
         return with_type(f.y.dtype, [&](auto y) {
             return with_type(f.scale.given ? f.scale.dtype : f.shift.dtype,

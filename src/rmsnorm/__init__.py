@@ -7,8 +7,16 @@ from importlib.metadata import version as _version
 
 from rmsnorm.benchmarking.comparison import compare_normalization
 from rmsnorm.dispatch import compile_as
-from rmsnorm.functional import add_rms_norm, gated_rms_norm, modulated_rms_norm, rms_norm
-from rmsnorm.module import GatedRMSNorm, ModulatedRMSNorm, RMSNorm
+from rmsnorm.functional import (
+    add_rms_norm,
+    gated_rms_norm,
+    modulated_rms_norm,
+    rms_norm,
+    rms_norm_add,
+    rms_norm_add_rms_norm,
+    rms_norms,
+)
+from rmsnorm.module import GatedRMSNorm, ModulatedRMSNorm, RMSNorm, RMSNormAdd
 from rmsnorm.patching import Convention, Report, identify, patch, unpatch
 from rmsnorm.patching.convert import fold_offset, unfold_offset
 
@@ -19,6 +27,7 @@ __all__ = [
     "GatedRMSNorm",
     "ModulatedRMSNorm",
     "RMSNorm",
+    "RMSNormAdd",
     "Report",
     "__version__",
     "add_rms_norm",
@@ -30,6 +39,9 @@ __all__ = [
     "modulated_rms_norm",
     "patch",
     "rms_norm",
+    "rms_norm_add",
+    "rms_norm_add_rms_norm",
+    "rms_norms",
     "unfold_offset",
     "unpatch",
 ]

@@ -79,6 +79,16 @@ def check_inputs(x: Tensor, weight: Tensor | None, normalized_shape: int | Seque
     return len(shape)
 
 
+def check_next_weight(next_weight: Any, x: Tensor, dims: int = 1) -> None:
+    """The weight of a second norm, over the same dimensions."""
+    check_tensor(next_weight, "next_weight")
+    shape = tuple(x.shape[-dims:])
+    if tuple(next_weight.shape) != shape:
+        raise ValueError(f"next_weight must have shape {shape}, as the weight has, got {tuple(next_weight.shape)}")
+    if next_weight.device != x.device:
+        raise ValueError(f"next_weight must be on x's device {x.device}, got {next_weight.device}")
+
+
 def check_residual(residual: Tensor, x: Tensor) -> None:
     """x's shape and device; of a dtype that goes with x's."""
     _check_beside(residual, x, "residual")
@@ -108,6 +118,7 @@ def check_broadcast(t: Any, x: Tensor, name: str, dims: int = 1) -> None:
         tuple(t.shape[-dims:]) != trailing
         or len(over) != len(leading)
         or any(size not in (1, whole) for size, whole in zip(leading, over, strict=True))
+        or (t.is_nested and t.shape != x.shape)
     ):
         raise ValueError(
             f"{name} must end in {trailing} and broadcast to x's shape {tuple(x.shape)}, got {tuple(t.shape)}"

@@ -10,6 +10,7 @@ else                                           -> the operators
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -116,6 +117,12 @@ def savable(*tensors: Any) -> list[Any]:
     return [t.clone() if t is not None and t.is_inference() else t for t in tensors]
 
 
+def on_values(function: Callable[..., tuple[Tensor, ...]], x: Any, *others: Any) -> list[Tensor]:
+    """The results of a function of rows for jagged tensors of one layout, whose values are dense tensors of rows."""
+    results = function(*(t.values() for t in (x, *others)))
+    return [nested_tensor_from_jagged(t, x.offsets(), jagged_dim=x._ragged_idx) for t in results]
+
+
 def _normalize_jagged(x: Any, residual: Any, gate: Any, weight: Tensor | None, spec: NormSpec) -> Result:
     """The rows of a jagged tensor lie in one dense tensor, which is normalised as any other."""
     residual, gate = (t if t is None else t.values() for t in (residual, gate))
@@ -132,6 +139,11 @@ def differentiating() -> bool:
     if forward_ad._current_level >= 0:
         return True
     return _functorch_active() and any(key != _TRANSFORMS.Functionalize for key in _transforms())
+
+
+def functionalizing() -> bool:
+    """Whether `torch.func.functionalize` is in force, which has no rule for an `autograd.Function`."""
+    return _functorch_active() and _TRANSFORMS.Functionalize in _transforms()
 
 
 def _transforms() -> list[Any]:

@@ -9,7 +9,7 @@ from tests.support import reference
 from tests.support.rows import generator, random_rows
 
 NORMALIZE, ADD, BACKWARD, REBUILD = "normalize", "add", "backward", "rebuild"
-GATED, GATED_BACKWARD, RESIDUAL = "gated", "gated_backward", "residual"
+GATED, GATED_BACKWARD, RESIDUAL, NORM_ADD = "gated", "gated_backward", "residual", "norm_add"
 MODULATED, MODULATED_BACKWARD = "modulated", "modulated_backward"
 
 
@@ -77,6 +77,14 @@ def residual_case(name, x, residual, weight, rounding=0, group_size=0, exact=Fal
     name = f"{name} {describe(x, weight, offset, rounding)} residual={short(residual.dtype)} groups of {size}"
     arguments = (x, residual, weight, eps, offset, rounding, group_size, exact, alpha)
     return Case(f"{name} exact={exact} alpha={alpha}", RESIDUAL, arguments, (y, h, rstd))
+
+
+def norm_add_case(name, x, residual, weight, eps=1e-6, offset=0.0, rounding=0):
+    """The norm's result, rounded, and then the sum of the two in float32."""
+    n, rstd = reference.forward(x, weight, eps, offset, ROUNDINGS[rounding])
+    h = (n.float() + residual.float()).to(residual.dtype)
+    name = f"{name} {describe(x, weight, offset, rounding)} residual={short(residual.dtype)}"
+    return Case(name, NORM_ADD, (x, residual, weight, eps, offset, rounding), (h, rstd))
 
 
 def x_hat_type(x, weight, rounding):

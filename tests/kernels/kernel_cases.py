@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 from rmsnorm import spec
-from tests.kernels import gated_cases, modulation_cases, residual_cases
+from tests.kernels import closing_cases, gated_cases, modulation_cases, residual_cases
 from tests.kernels.kernel_calls import (
     ADD,
     NORMALIZE,
@@ -213,6 +213,8 @@ GROUPS = {
         gated_cases.sigmoids_between_two_floats,
         residual_cases.residual_modes,
         residual_cases.residual_layouts,
+        closing_cases.norms_added,
+        closing_cases.norms_added_layouts,
         modulation_cases.modulation_forms,
         modulation_cases.modulation_gradients,
         sharp_cases.sums_to_the_last_quantum,

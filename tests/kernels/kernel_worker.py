@@ -123,6 +123,22 @@ def residual(*arguments):
     yield from zip(("x afterwards", "residual afterwards"), arguments, before, strict=False)
 
 
+def norm_add(x, residual, weight, *options):
+    """`norm_add_forward`, and `norm_add_norm_forward`, whose second norm has the same weight and another eps."""
+    eps, offset, rounding, expected = options
+    before = [x.clone(), residual.clone()]
+    ops = torch.ops.rmsnorm
+    yield from zip(
+        ("h", "rstd"), ops.norm_add_forward(x, residual, weight, eps, offset, rounding), expected, strict=True
+    )
+    y, h, rstd, next_rstd = ops.norm_add_norm_forward(x, residual, weight, weight, eps, 1e-3, offset, rounding)
+    yield from zip(("h before a norm", "rstd before a norm"), (h, rstd), expected, strict=True)
+    n = ops.forward(x, weight, eps, offset, rounding)
+    y_of_h, _, rstd_of_h = ops.residual_forward(n, residual, weight, 1e-3, offset, rounding, 0, False, 1.0)
+    yield from (("y of h", y, y_of_h), ("rstd of h", next_rstd, rstd_of_h))
+    yield from zip(("x afterwards", "residual afterwards"), (x, residual), before, strict=True)
+
+
 def gated(x, gate, *rest):
     *options, (y_wanted, rstd_wanted) = rest
     yield from gated_out(x, gate, *options, y_wanted)
@@ -173,6 +189,7 @@ OPERATORS = {
     "gated": gated,
     "gated_backward": gated_backward,
     "residual": residual,
+    "norm_add": norm_add,
     "modulated": modulation_worker.modulated,
     "modulated_backward": modulation_worker.modulated_backward,
 }
@@ -266,6 +283,7 @@ FIRST = {
     "rebuild": lambda *a: first_results("backward")(*a[:-1], True, True, a[-1]),
     "gated": first_results("gated_forward_train"),
     "residual": first_results("residual_forward"),
+    "norm_add": first_results("norm_add_forward"),
     "modulated": first_results("modulated_forward_train"),
     "modulated_backward": lambda *a: [
         r for r in islice(modulation_worker.modulated_backward(*a), 4) if r[2] is not None

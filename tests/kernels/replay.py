@@ -103,12 +103,13 @@ def differences(program, isa, cases, encoded, directory):
 def encode(case):
     """A case as replay.cpp reads it: which function, numbers, arrays."""
     if case.op in FORWARDS:
-        x, residual, gate, weight, spec = FORWARDS[case.op](*case.arguments)
-        normed = reference.result_dtype(x.dtype, weight, spec) if spec.rounding else torch.float32
+        x, residual, gate, addend, weight, spec = FORWARDS[case.op](*case.arguments)
+        rounds = spec.rounding or addend is not None
+        normed = reference.result_dtype(x.dtype, weight, spec) if rounds else torch.float32
         types = map(_CODES.get, (case.expected[0].dtype, x_hat_type(x, weight, spec.rounding), normed))
         flags = spec.group_size or x.shape[-1], spec.activation, spec.gate_first, spec.exact_sum
         head = struct.pack("<q3d7q", 0, spec.eps, spec.weight_offset, spec.alpha, *types, *flags)
-        return head + b"".join(map(array, (x, residual, gate, weight)))
+        return head + b"".join(map(array, (x, residual, gate, addend, weight)))
     dy, x, gate, rstd, weight, dh, rebuilt, spec = BACKWARDS[case.op](*case.arguments)
     codes = -1 if rebuilt is None else _CODES[rebuilt], 0 if weight is None else _CODES[weight.dtype]
     flags = spec.group_size or x.shape[-1], spec.activation, spec.gate_first
@@ -116,14 +117,15 @@ def encode(case):
     return head + b"".join(map(array, (dy, x, gate, rstd.reshape(1, -1), weight, dh)))
 
 
-# From an operator's arguments to x, residual, gate, weight and NormSpec;
+# From an operator's arguments to x, residual, gate, addend, weight and NormSpec;
 # to dy, x, gate, rstd, weight, dh, what x is rebuilt in, and NormSpec.
 FORWARDS = {
-    "normalize": lambda x, weight, *options: (x, None, None, weight, NormSpec(*options)),
-    "add": lambda x, residual, weight, *options: (x, residual, None, weight, NormSpec(*options)),
-    "gated": lambda x, gate, weight, *options: (x, None, gate, weight, NormSpec(*options)),
+    "normalize": lambda x, weight, *options: (x, None, None, None, weight, NormSpec(*options)),
+    "add": lambda x, residual, weight, *options: (x, residual, None, None, weight, NormSpec(*options)),
+    "gated": lambda x, gate, weight, *options: (x, None, gate, None, weight, NormSpec(*options)),
+    "norm_add": lambda x, residual, weight, *options: (x, None, None, residual, weight, NormSpec(*options)),
     "residual": lambda x, residual, weight, eps, offset, rounding, size, exact, alpha: (
-        *(x, residual, None, weight),
+        *(x, residual, None, None, weight),
         NormSpec(eps, offset, rounding, size, exact_sum=exact, alpha=alpha),
     ),
 }

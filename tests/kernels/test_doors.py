@@ -10,11 +10,12 @@ from tests.support.rows import random_rows
 ops = torch.ops.rmsnorm
 ROWS, COLS, GROUP = 5, 64, 16
 OPTIONS = {"eps": 1e-6, "weight_offset": 0.0, "rounding": 0, "group_size": GROUP, "activation": 0, "gate_first": False}
-OPTIONS |= {"exact_sum": True, "alpha": 0.5, "rebuilt_dtype": None}
+OPTIONS |= {"exact_sum": True, "alpha": 0.5, "rebuilt_dtype": None, "next_eps": 1e-5}
 OPTIONS |= dict.fromkeys(("need_dx", "need_dgate", "need_dweight"), True)
 DOORS = (
     *("forward", "forward_train", "forward_out", "add_forward", "backward"),
     *("gated_forward", "gated_forward_train", "gated_forward_out", "residual_forward", "gated_backward"),
+    *("norm_add_forward", "norm_add_norm_forward"),
 )
 
 
@@ -22,14 +23,15 @@ def arguments_of(door, without=()):
     """Arguments that fit together, by name."""
     names = [argument.name for argument in getattr(ops, door).default._schema.arguments]
     tensors = {name: random_rows(ROWS, COLS, torch.float32, seed) for seed, name in enumerate(TENSORS)}
-    tensors["weight"] = tensors["weight"][0].clone()
+    for name in ("weight", "next_weight"):
+        tensors[name] = tensors[name][0].clone()
     tensors["rstd"] = torch.rand(ROWS, 1 if door == "backward" else COLS // GROUP)
     if door == "gated_backward":
         without = (*without, "dh")
     return {name: None if name in without else (tensors | OPTIONS)[name] for name in names}
 
 
-TENSORS = ("x", "residual", "gate", "weight", "dy", "dh", "rstd", "out")
+TENSORS = ("x", "residual", "gate", "weight", "next_weight", "dy", "dh", "rstd", "out")
 CASES = [
     (door, argument.name)
     for door in DOORS
@@ -81,7 +83,9 @@ def test_a_tensor_whose_storage_was_freed_is_an_error(door, name, free):
 @pytest.mark.parametrize("door", DOORS)
 def test_freed_tensors_without_elements_have_nothing_to_lose(door):
     arguments = {
-        name: freed(value[:0]) if isinstance(value, torch.Tensor) and name not in ("weight", "out") else value
+        name: freed(value[:0])
+        if isinstance(value, torch.Tensor) and name not in ("weight", "next_weight", "out")
+        else value
         for name, value in arguments_of(door).items()
     }
     if "out" in arguments:
@@ -123,6 +127,10 @@ def test_an_out_that_is_refused_is_not_written(door):
         ("residual_forward", {"group_size": -COLS}),
         ("residual_forward", {"alpha": float("inf")}),
         ("add_forward", {"residual": torch.ones(ROWS, COLS, dtype=torch.bfloat16)}),
+        ("norm_add_forward", {"residual": torch.ones(ROWS, COLS - 1)}),
+        ("norm_add_forward", {"weight": torch.ones(COLS - 1)}),
+        ("norm_add_norm_forward", {"next_weight": torch.ones(COLS + 1)}),
+        ("norm_add_norm_forward", {"next_eps": float("nan")}),
         ("gated_forward", {"gate": torch.ones(ROWS, COLS, dtype=torch.float64)}),
         ("gated_forward", {"gate": torch.ones(ROWS, COLS, dtype=torch.int32)}),
         ("gated_backward", {"dh": torch.ones(ROWS, COLS)}),

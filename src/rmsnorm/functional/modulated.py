@@ -12,13 +12,13 @@ from torch.nested import nested_tensor_from_jagged
 from torch.overrides import handle_torch_function
 
 from rmsnorm import checked, checks, dispatch
-from rmsnorm.functional.plain import rms_norm
+from rmsnorm.functional.fast_path import FLOAT64, is_common, spec_of
 from rmsnorm.numerics import decomposition, reference
 from rmsnorm.numerics.modulation import modulate, shared_dims, unrounded
 from rmsnorm.ops.library import operators
 from rmsnorm.ops.sharing import expand
 from rmsnorm.ops.vmap import is_batched
-from rmsnorm.spec import ROUNDINGS, NormSpec
+from rmsnorm.spec import NormSpec
 
 
 def modulated_rms_norm(
@@ -56,6 +56,11 @@ def modulated_rms_norm(
 
     Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", 2023 (adaLN).
     """
+    if normalized_shape is None and _is_common(x, scale, shift, weight, eps, weight_offset, rounding):
+        try:
+            return fused(x, scale, shift, weight, spec_of(eps, weight_offset, rounding))
+        except RuntimeError:  # of an operator, whose checks guard memory; those below say why, or find another way
+            pass
     options: Any = {"weight_offset": weight_offset, "rounding": rounding}
     if checked.is_proxy(x):
         arguments = (x, scale, shift, weight, eps)
@@ -73,12 +78,27 @@ def modulated_rms_norm(
     return normalize_and_modulate(*flat, weight, spec).reshape(x.shape)  # type: ignore[arg-type, call-arg]
 
 
+def _is_common(x: Any, scale: Any, shift: Any, weight: Any, *options: Any) -> bool:
+    """Whether a call may go to an operator with no check but the operator's."""
+    return (
+        type(scale) is Tensor
+        and (shift is None or (type(shift) is Tensor and shift.dtype is scale.dtype))
+        and scale.dtype is not FLOAT64
+        and is_common(x, weight, *options)
+    )
+
+
 def normalize_and_modulate(
     x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, spec: NormSpec
 ) -> Tensor:
     """y of checked arguments, over the last dimension."""
-    if not dispatch.can_fuse(x, scale, shift, weight):
+    if spec.group_size or spec.partial or not dispatch.can_fuse(x, scale, shift, weight):
         return steps(x, scale, shift, weight, spec)
+    return fused(x, scale, shift, weight, spec)
+
+
+def fused(x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, spec: NormSpec) -> Tensor:
+    """y, by the operator or the `autograd.Function` around it."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, scale, shift, weight)):
         if not torch.compiler.is_compiling():
             x, scale, weight = dispatch.savable(x, scale, weight)
@@ -90,8 +110,7 @@ def normalize_and_modulate(
 def steps(x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, spec: NormSpec) -> Tensor:
     """What the fused operator stands for, in functions that take every kind of tensor and every transform."""
     result = reference.result_dtype(x.dtype, weight, spec)
-    options: Any = {"weight_offset": spec.weight_offset, "rounding": ROUNDINGS[spec.rounding]}
-    n = rms_norm(unrounded(x, spec), weight, spec.eps, **options)
+    n = dispatch.normalize(unrounded(x, spec), None, None, weight, spec)[0]
     if n.is_nested and isinstance(n.shape[-1], int) and n.lengths() is None:  # type: ignore[attr-defined]
         return _modulate_jagged(n, scale, shift, result)
     return modulate(n, _shared(scale, n, "scale"), _shared(shift, n, "shift"), result)
@@ -99,7 +118,7 @@ def steps(x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor 
 
 def _shared(t: Tensor | None, n: Tensor, name: str) -> Tensor | None:
     """Of n's shape, where its gradient is to be a sum in one order."""
-    if t is None or decomposition.exporting() or torch.compiler.is_compiling():
+    if t is None or decomposition.exporting() or torch.compiler.is_compiling() or dispatch.functionalizing():
         return t
     t = t.to(torch.promote_types(n.dtype, torch.float32))
     if type(n).__name__ == "DTensor":
@@ -116,6 +135,8 @@ def _modulate_jagged(n: Any, scale: Tensor | None, shift: Tensor | None, dtype: 
     def wide(t: Tensor | None) -> Tensor | None:
         if t is None:
             return None
+        if t.is_nested:
+            return _shared(t.values(), values, "")
         t = t[(None,) * (n.dim() - t.dim())]
         if t.shape[0] == 1:
             return _shared(t[0], values, "")
@@ -190,7 +211,7 @@ def _gradients(
         sums.setdefault(tuple(shared_dims(x.shape, shift[0])), [None, None])[1] = shift[1]
     for shared, dtypes in sums.items():
         order = [dim for dim in range(x.dim() - 1) if dim not in shared] + list(shared) + [x.dim() - 1]
-        in_order = order == sorted(order)
+        in_order, inverse = order == sorted(order), [order.index(dim) for dim in range(x.dim())]
         wide = None if scale is None else scale[(None,) * (x.dim() - scale.dim())]
         tensors = (dy, x, rstd) if in_order else (t.permute(order) for t in (dy, x, rstd))
         options = spec.weight_offset, spec.rounding, len(shared)
@@ -206,19 +227,15 @@ def _gradients(
             *dtypes,
         )
         if part_dx is not None:
-            dx, need_dx = part_dx if in_order else part_dx.permute(_inverse(order)), False
+            dx, need_dx = part_dx if in_order else part_dx.permute(inverse), False
         if all_at_once:
             dweight, need_dweight = part_dweight, False
         if part_dscale is not None and scale is not None:
-            dscale = part_dscale.permute(_inverse(order)).reshape(scale.shape)
+            dscale = (part_dscale if in_order else part_dscale.permute(inverse)).reshape(scale.shape)
         if part_dshift is not None:
-            dshift = part_dshift.permute(_inverse(order)).reshape(shift[0])
+            dshift = (part_dshift if in_order else part_dshift.permute(inverse)).reshape(shift[0])
     if need_dx or need_dweight:
         options = spec.weight_offset, spec.rounding, 0
         left_dx, dweight, *_ = backward(dy, x, rstd, weight, scale, *options, need_dx, need_dweight, None, None)
         dx = left_dx if need_dx else dx
     return [dx, dscale, dshift, dweight]
-
-
-def _inverse(order: list[int]) -> list[int]:
-    return [order.index(dim) for dim in range(len(order))]

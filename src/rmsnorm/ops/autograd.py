@@ -61,7 +61,7 @@ class Norm(torch.autograd.Function):
         if dy is not None:
             saved, rebuilt_dtype = ctx.saved_tensors, ctx.rebuilt_dtype
             needed = need_dx, need_gate, need_weight
-            dx, dgate, dweight = _gradients(dy, dh, saved, ctx.spec, needed, rebuilt_dtype)
+            dx, dgate, dweight = gradients(dy, dh, saved, ctx.spec, needed, rebuilt_dtype)
         if not need_residual:  # there may be one all the same
             return _of_branch(dx, ctx), None, dgate, dweight, None, None
         return _of_branch(dx, ctx), dx, None, dweight, None, None
@@ -116,7 +116,7 @@ class FunctorchNorm(torch.autograd.Function):
         need_x, need_residual, need_gate, need_weight = ctx.needs_input_grad[:4]
         dh = None if ctx.branch_dtype is None else others[0]
         needed = need_x or need_residual, need_gate, need_weight
-        dx, dgate, dweight = _gradients(dy, dh, ctx.saved_tensors, ctx.spec, needed)
+        dx, dgate, dweight = gradients(dy, dh, ctx.saved_tensors, ctx.spec, needed)
         return _of_branch(dx, ctx), dx if need_residual else None, dgate, dweight, None
 
     @staticmethod
@@ -132,7 +132,7 @@ class FunctorchNorm(torch.autograd.Function):
         return dy, torch.zeros_like(kept) if dh is None else dh, None
 
 
-def _gradients(
+def gradients(
     dy: Tensor,
     dh: Tensor | None,
     saved: tuple[Tensor, Tensor | None, Tensor | None, Tensor],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rmsnorm import checks
 from rmsnorm.numerics import reference
-from rmsnorm.ops.fallback import Gradients, check
+from rmsnorm.ops.fallback import Gradients, check, partial_spec
 from rmsnorm.ops.layouts import like, rstd_like, shared_shape
 from rmsnorm.spec import NormSpec
 
@@ -76,6 +76,31 @@ def residual_forward(
     return _sum_and_y(x, residual, weight, spec)
 
 
+def norm_add_forward(x: Tensor, residual: Tensor, weight: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    spec = NormSpec(*options)
+    if any(t is not None and t.is_meta for t in (x, residual, weight)):
+        check(x, weight, spec)
+        checks.check_residual(residual, x)
+    return like(x, residual.dtype), rstd_like(x, spec)
+
+
+def norm_add_norm_forward(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    next_weight: Tensor | None,
+    eps: float,
+    next_eps: float,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    spec = NormSpec(eps, *options)
+    h, rstd = norm_add_forward(x, residual, weight, *spec[:3])
+    if next_weight is not None and (x.is_meta or next_weight.is_meta):
+        checks.check_next_weight(next_weight, x)
+    n = _y(x, None, weight, spec)
+    return _y(n, None, next_weight, spec._replace(eps=next_eps)), h, rstd, rstd_like(x, spec)
+
+
 def gated_backward(
     dy: Tensor,
     x: Tensor,
@@ -110,6 +135,10 @@ def _dweight(x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[-1], dtype=rstd.dtype if weight is None else weight.dtype)
 
 
+def several_forward(xs: list[Tensor], weights: list[Tensor | None], *options: Any) -> list[Tensor]:
+    return [forward(x, weight, *options) for x, weight in zip(xs, weights, strict=True)]
+
+
 def modulated_forward(x: Tensor, *arguments: Any) -> Tensor:
     return modulated_forward_train(x, *arguments)[0]
 
@@ -134,3 +163,19 @@ def modulated_backward(
         _dweight(x, rstd, weight) if need_dweight else None,
         *(None if dtype is None else x.new_empty(shape, dtype=dtype) for dtype in dtypes),
     )
+
+
+def partial_forward(x: Tensor, weight: Tensor | None, *options: Any) -> Tensor:
+    return _y(x, None, weight, partial_spec(*options))
+
+
+def partial_forward_train(x: Tensor, weight: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    spec = partial_spec(*options)
+    return _y(x, None, weight, spec), rstd_like(x, spec)
+
+
+def partial_backward(
+    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, *options: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    need_dx, need_dweight = options[-2:]
+    return like(x, x.dtype) if need_dx else None, _dweight(x, rstd, weight) if need_dweight else None

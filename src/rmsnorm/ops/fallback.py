@@ -16,8 +16,9 @@ from torch import Tensor
 
 from rmsnorm import checks
 from rmsnorm.numerics import blocks, modulation, reference
+from rmsnorm.numerics.stages import add_residual
 from rmsnorm.ops.layouts import laid_out_like, shared_shape
-from rmsnorm.spec import NormSpec, check_eps, check_group_size, check_number
+from rmsnorm.spec import NormSpec, check_eps, check_group_size, check_number, check_partial
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -54,6 +55,7 @@ def check(x: Tensor, weight: Tensor | None, spec: NormSpec, *, gate: Tensor | No
     check_number(spec.weight_offset, "weight_offset")
     if spec.group_size:
         check_group_size(spec.group_size, x.shape[-1])
+    check_partial(spec.partial or None, x.shape[-1])
     if gate is not None:
         checks.check_gate(gate, x)
 
@@ -129,6 +131,32 @@ def residual_forward(
 
 
 @_or_on_the_cpu
+def norm_add_forward(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, rounding: int = 0
+) -> tuple[Tensor, Tensor]:
+    spec = NormSpec(eps, weight_offset, rounding)
+    n, rstd = _normalize(x, None, weight, spec)
+    checks.check_residual(residual, x)
+    return laid_out_like(x, add_residual(n, residual, spec)[0]), rstd
+
+
+@_or_on_the_cpu
+def norm_add_norm_forward(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    next_weight: Tensor | None,
+    eps: float,
+    next_eps: float,
+    weight_offset: float = 0.0,
+    rounding: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n, rstd = _normalize(x, None, weight, NormSpec(eps, weight_offset, rounding))
+    y, h, next_rstd = _add_and_normalize(n, residual, next_weight, NormSpec(next_eps, weight_offset, rounding))
+    return y, h, rstd, next_rstd
+
+
+@_or_on_the_cpu
 def gated_backward(
     dy: Tensor,
     x: Tensor,
@@ -167,6 +195,10 @@ def _add_and_normalize(
 def _write(out: Tensor, x: Tensor, weight: Tensor | None, y: Tensor) -> None:
     checks.check_out(out, x, weight, y.dtype)
     out.copy_(y)
+
+
+def several_forward(xs: list[Tensor], weights: list[Tensor | None], *options: Any) -> list[Tensor]:
+    return [forward(x, weight, *options) for x, weight in zip(xs, weights, strict=True)]
 
 
 def modulated_forward(x: Tensor, *arguments: Any) -> Tensor:
@@ -208,3 +240,27 @@ def modulated_backward(
         for t, dtype in zip(terms, (dscale_dtype, dshift_dtype), strict=True)
     )
     return laid_out_like(x, dx) if need_dx and dx is not None else None, dweight, *sums
+
+
+def partial_forward(x: Tensor, *arguments: Any) -> Tensor:
+    return partial_forward_train(x, *arguments)[0]
+
+
+@_or_on_the_cpu
+def partial_forward_train(x: Tensor, weight: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    return _normalize(x, None, weight, partial_spec(*options))
+
+
+@_or_on_the_cpu
+def partial_backward(
+    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, *options: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    weight_offset, partial, need_dx, need_dweight = options
+    spec = partial_spec(0.0, weight_offset, 0, partial)
+    dx, _, dweight = _rows_of(x).backward(dy, x, None, rstd, weight, None, spec, need_dweight)
+    return laid_out_like(x, dx) if need_dx else None, dweight
+
+
+def partial_spec(eps: float, weight_offset: float, rounding: int, partial: int) -> NormSpec:
+    """Of a norm whose options these are."""
+    return NormSpec(eps, weight_offset, rounding, partial=partial)

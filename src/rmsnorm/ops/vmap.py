@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 # The older vmap, of `is_grads_batched` and `vectorize=True`; its name has no member in torch._C.DispatchKey.
+WEIGHTS = ("weight", "next_weight")  # have one dimension, and no rows
 _BATCHED: Any = torch._C._parse_dispatch_key("Batched")
 
 
@@ -34,7 +35,7 @@ def rule(op: torch._ops.OpOverload) -> Callable[..., tuple[Any, Any]]:
         for name, dim in dims.items():
             if dim is not None:
                 given[name] = given[name].movedim(dim, 0)
-        if dims["weight"] is not None or given.get("need_dweight"):
+        if any(dims.get(name) is not None for name in WEIGHTS) or given.get("need_dweight"):
             if size == 0:  # one sample of nothing says what shape the results have
                 given = {name: a if dims[name] is None else a.new_zeros(1, *a.shape[1:]) for name, a in given.items()}
             samples = [
@@ -47,7 +48,7 @@ def rule(op: torch._ops.OpOverload) -> Callable[..., tuple[Any, Any]]:
             results = tuple(None if parts[0] is None else torch.stack(parts)[:size] for parts in columns)
             return results, tuple(None if part is None else 0 for part in results)
         for name, value in given.items():
-            if isinstance(value, Tensor) and name != "weight" and dims[name] is None:
+            if isinstance(value, Tensor) and name not in WEIGHTS and dims[name] is None:
                 given[name] = value.expand(size, *value.shape)
         result = op(*given.values())
         if isinstance(result, Tensor):
