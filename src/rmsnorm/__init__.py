@@ -22,6 +22,7 @@ from rmsnorm.functional import (
 from rmsnorm.module import GatedRMSNorm, ModulatedRMSNorm, RMSNorm, RMSNormAdd
 from rmsnorm.patching import Convention, Report, identify, patch, unpatch
 from rmsnorm.patching.convert import fold_offset, unfold_offset
+from rmsnorm.recipes import float32_weights, fold_into_linear, from_offset, param_groups, to_offset
 
 __version__ = _version("rmsnorm")
 
@@ -37,10 +38,14 @@ __all__ = [
     "add_rms_norm",
     "compare_normalization",
     "compile_as",
+    "float32_weights",
+    "fold_into_linear",
     "fold_offset",
+    "from_offset",
     "gated_rms_norm",
     "identify",
     "modulated_rms_norm",
+    "param_groups",
     "patch",
     "quantize",
     "rms_norm",
@@ -48,6 +53,7 @@ __all__ = [
     "rms_norm_add_rms_norm",
     "rms_norm_quantized",
     "rms_norms",
+    "to_offset",
     "unfold_offset",
     "unpatch",
 ]
