@@ -54,8 +54,8 @@ def results_are_vllms_native_ones_and_every_call_is_ours():
         assert [t.dtype for t in found] == [t.dtype for t in wanted]
         assert torch.equal(found[2], wanted[2])  # the residual
         for a, b in zip(found[:2], wanted[:2], strict=True):
-            # A rounding to 16 bits falls the other way seldom: vLLM's float32 sums and its rsqrt err by some 2^-23, which
-            # is 2^-13 of a step of float16. Scaled after that rounding it is two steps of the product at most.
+            # A rounding to 16 bits falls the other way seldom: vLLM's float32 sums and its rsqrt err by some 2^-23,
+            # which is 2^-13 of a step of float16. Scaled after that rounding it is two steps of the product at most.
             apart, equal = steps_apart(a, b)
             if x.dtype != torch.float32:
                 assert apart <= 2, (x.dtype, apart)
