@@ -117,8 +117,7 @@ inline bool modulated(const Forward& f) { return f.scale.given || f.shift.given;
 constexpr int64_t piece_cols = 512;
 inline int64_t forward_scratch(const Forward& f) {
     if (keeps_u(f)) return rows_together(f.cols, sizeof(float)) * f.cols;
-    if (!f.gate.given && !f.addend.given && !modulated(f)) return 0;
-    return f.cols < piece_cols ? piece_cols : f.cols;
+    return f.gate.given || f.addend.given || modulated(f) ? piece_cols : 0;
 }
 
 // Rows that go through a gate together in the backward, as float32: enough of them that calls do not cost,

@@ -211,20 +211,15 @@ def _gradients(
         sums.setdefault(tuple(shared_dims(x.shape, shift[0])), [None, None])[1] = shift[1]
     for shared, dtypes in sums.items():
         order = [dim for dim in range(x.dim() - 1) if dim not in shared] + list(shared) + [x.dim() - 1]
-        in_order, inverse = order == sorted(order), [order.index(dim) for dim in range(x.dim())]
-        wide = None if scale is None else scale[(None,) * (x.dim() - scale.dim())]
-        tensors = (dy, x, rstd) if in_order else (t.permute(order) for t in (dy, x, rstd))
+        in_order, tensors, placed = order == sorted(order), [dy, x, rstd], scale
+        if not in_order:
+            inverse, tensors = [order.index(dim) for dim in range(x.dim())], [t.permute(order) for t in tensors]
+            placed = None if scale is None else scale[(None,) * (x.dim() - scale.dim())].permute(order)
         options = spec.weight_offset, spec.rounding, len(shared)
         # Where all rows share, dweight is a sum in the same order.
         all_at_once = in_order and need_dweight and len(sums) == 1 and x.shape[: x.dim() - 1 - len(shared)].numel() == 1
         part_dx, part_dweight, part_dscale, part_dshift = backward(
-            *tensors,
-            weight,
-            wide if wide is None or in_order else wide.permute(order),
-            *options,
-            need_dx,
-            all_at_once,
-            *dtypes,
+            *tensors, weight, placed, *options, need_dx, all_at_once, *dtypes
         )
         if part_dx is not None:
             dx, need_dx = part_dx if in_order else part_dx.permute(inverse), False
