@@ -53,6 +53,7 @@ std::tuple<Tensor, Tensor, Optional, Optional> quantized_forward(
     quantize.type = static_cast<rmsnorm::Quantized>(type);
     quantize.scale = static_cast<rmsnorm::Scale>(scale_kind);
     const Tensor q = made(type_of(quantize.type));
+    ask_for_huge_pages(q, x.numel());
     sizes.back() = blocks;
     const Tensor scales = made(scale_kind ? ScalarType::Float8_e8m0fnu : ScalarType::Float);
     if (scale) {
