@@ -8,12 +8,15 @@ from importlib.metadata import version as _version
 from rmsnorm.benchmarking.comparison import compare_normalization
 from rmsnorm.dispatch import compile_as
 from rmsnorm.functional import (
+    Quantized,
     add_rms_norm,
     gated_rms_norm,
     modulated_rms_norm,
+    quantize,
     rms_norm,
     rms_norm_add,
     rms_norm_add_rms_norm,
+    rms_norm_quantized,
     rms_norms,
 )
 from rmsnorm.module import GatedRMSNorm, ModulatedRMSNorm, RMSNorm, RMSNormAdd
@@ -27,6 +30,7 @@ __all__ = [
     "Convention",
     "GatedRMSNorm",
     "ModulatedRMSNorm",
+    "Quantized",
     "RMSNorm",
     "RMSNormAdd",
     "Report",
@@ -43,9 +47,11 @@ __all__ = [
     "modulated_rms_norm",
     "param_groups",
     "patch",
+    "quantize",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_add_rms_norm",
+    "rms_norm_quantized",
     "rms_norms",
     "to_offset",
     "unfold_offset",
