@@ -9,11 +9,18 @@ namespace {
 using rmsnorm::Dtype;
 using rmsnorm::Forward;
 
+template <class Call>
+auto with_type(Dtype dtype, Call call) {
+    if (dtype == Dtype::f32) return call(float{});
+    if (dtype == Dtype::bf16) return call(bf16{});
+    return call(f16{});
+}
+
 // Writes u of `count` rows from r on, where it is not x itself, and gives their sums of squares. Where rows
 // of u lie in none of the tensors, they lie side by side.
 using Before = void (*)(const Forward& f, int64_t r, int64_t count, void* u, int log_cols, Interval* sums);
 // Writes `count` columns of y from column `begin` of row r on, given n of them; rows that are adjacent in
-// every tensor come as one.
+// every tensor come as one. A rotation gets whole rows, one at a time.
 using After = void (*)(const Forward& f, int64_t r, int64_t begin, int64_t count, const float* n);
 
 using rmsnorm::piece_cols;
@@ -69,8 +76,8 @@ void scale_row(const U* u, float rstd, const float* gain, Y* y, int64_t cols, co
 // Whether rows lie side by side in every tensor: groups of a row do.
 inline bool rows_are_adjacent(const Forward& f) {
     auto adjacent = [&](const Rows& rows) { return !rows.given || rows.stride == f.cols; };
-    return f.x.stride == f.cols && f.y.stride == f.cols && adjacent(f.gate) && adjacent(f.addend) &&
-           adjacent(f.scale) && adjacent(f.shift);
+    return !f.cos.given && f.x.stride == f.cols && f.y.stride == f.cols && adjacent(f.gate) &&
+           adjacent(f.addend) && adjacent(f.scale) && adjacent(f.shift);
 }
 
 // n of a row in float32, or of as many adjacent rows as make a piece, for a stage after.
@@ -86,8 +93,9 @@ class Normed {
         filled_ += f_.cols;
     }
     void finish() {
-        for (int64_t i = 0; i < filled_; i += piece_cols)
-            after_(f_, first_, i, filled_ - i < piece_cols ? filled_ - i : piece_cols, f_.scratch + i);
+        const int64_t piece = f_.cos.given ? f_.cols : piece_cols;
+        for (int64_t i = 0; i < filled_; i += piece)
+            after_(f_, first_, i, filled_ - i < piece ? filled_ - i : piece, f_.scratch + i);
         filled_ = 0;
     }
 

@@ -108,6 +108,13 @@ void modulated_backward(const ModulatedBackward& b) {
     });
 }
 
+void rotated_backward(const RotatedBackward& b) {
+    Ieee arithmetic;
+    with_type(b.dy.dtype, [&](auto dy) {
+        with_type(b.cos.dtype, [&](auto c) { rotated_backward_rows<decltype(dy), decltype(c)>(b); });
+    });
+}
+
 void rebuild(const Rebuild& f) {
     Ieee arithmetic;
     with_type(f.y.dtype, [&](auto y) {
@@ -135,7 +142,7 @@ void round(const float* values, void* result, Dtype dtype, int64_t cols) {
 namespace rmsnorm {
 
 extern const Kernels RMSNORM_TABLE;  // kernels_<isa>, which isa.cpp knows
-const Kernels RMSNORM_TABLE = {isa_name,           forward, backward,   rebuild,
-                               modulated_backward, gain,    accumulate, round};
+const Kernels RMSNORM_TABLE = {isa_name,         forward, backward,   rebuild, modulated_backward,
+                               rotated_backward, gain,    accumulate, round};
 
 }  // namespace rmsnorm

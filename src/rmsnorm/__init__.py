@@ -11,11 +11,13 @@ from rmsnorm.functional import (
     add_rms_norm,
     gated_rms_norm,
     modulated_rms_norm,
+    qk_norm_rotary,
     rms_norm,
     rms_norm_add,
     rms_norm_add_rms_norm,
+    rms_norm_rotary,
 )
-from rmsnorm.module import GatedRMSNorm, ModulatedRMSNorm, RMSNorm, RMSNormAdd
+from rmsnorm.module import GatedRMSNorm, ModulatedRMSNorm, QKNormRotary, RMSNorm, RMSNormAdd
 from rmsnorm.patching import Convention, Report, identify, patch, unpatch
 from rmsnorm.patching.convert import fold_offset, unfold_offset
 
@@ -25,6 +27,7 @@ __all__ = [
     "Convention",
     "GatedRMSNorm",
     "ModulatedRMSNorm",
+    "QKNormRotary",
     "RMSNorm",
     "RMSNormAdd",
     "Report",
@@ -37,9 +40,11 @@ __all__ = [
     "identify",
     "modulated_rms_norm",
     "patch",
+    "qk_norm_rotary",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_add_rms_norm",
+    "rms_norm_rotary",
     "unfold_offset",
     "unpatch",
 ]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm import add_rms_norm, rms_norm, rms_norm_add, rms_norm_add_rms_norm
+from rmsnorm import add_rms_norm, rms_norm, rms_norm_add, rms_norm_add_rms_norm, rms_norm_rotary
 from rmsnorm.spec import ROUNDINGS
 from tests.support.forms import incoming_gradient
 
@@ -31,6 +31,7 @@ class Fused:
     vectors: tuple[str, ...]
     options: dict[str, Any] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of tensors that have not x's
+    pairs: bool = False  # columns come in pairs, which the order of the row's dimensions makes
 
     def __str__(self) -> str:
         return f"{self.name}-{self.options['rounding']}"
@@ -86,6 +87,40 @@ def norm_then_add_norm(x: Tensor, residual: Tensor, weight: Tensor, next_weight:
     return add_rms_norm(n, residual, next_weight, **(options | {"eps": next_eps}))
 
 
+def rotated(norm: Callable[..., Tensor], x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    """By angles that the width alone says, in x's dtype or in float32."""
+    cols = x.shape[-1]
+    width = options.get("rotary_dim", cols) // options.pop("columns_to_an_angle")
+    angles = torch.linspace(-3, 3, width, dtype=torch.float32, device=x.device)
+    dtype = torch.float32 if options["rotary_rounding"] == "once" else x.dtype
+    return norm(x, weight, angles.cos().to(dtype), angles.sin().to(dtype), **options)
+
+
+def fused_rotation(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    return rotated(rms_norm_rotary, x, weight, **options)
+
+
+def norm_then_rotation(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    return rotated(norm_then_angles, x, weight, **options)
+
+
+def norm_then_angles(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Tensor:
+    """Pairs as complex numbers have them: each operation rounded to n's dtype, or only the sum."""
+    dim = options.pop("rotary_dim", None) or x.shape[-1]
+    interleaved, each = options.pop("interleaved", False), options.pop("rotary_rounding", "once") == "each"
+    n = rms_norm(x, weight, **options)
+    dtype = n.dtype if each else torch.promote_types(n.dtype, torch.float32)
+    pairs = (-1, (dim // 2, 2)) if interleaved else (-1, (2, dim // 2))
+    place = -1 if interleaved else -2
+    turned, rest = n.split((dim, n.shape[-1] - dim), -1)
+    a, b = turned.to(dtype).unflatten(*pairs).unbind(place)
+    (cos_a, cos_b), (sin_a, sin_b) = (
+        t.unflatten(*pairs).unbind(place) if t.shape[-1] == dim else (t, t) for t in (cos.to(dtype), sin.to(dtype))
+    )
+    o = torch.stack((a * cos_a - b * sin_a, b * cos_b + a * sin_b), place).flatten(-2).to(n.dtype)
+    return torch.cat((o, rest), -1)
+
+
 _STREAM = ("x", "residual")
 _ROWS = (
     ("norm add", rms_norm_add, norm_then_add, _STREAM, ("weight",), {}, {}),
@@ -99,9 +134,24 @@ _ROWS = (
         *("norm add norm in float32", rms_norm_add_rms_norm, norm_then_add_norm, _STREAM, ("weight", "next_weight")),
         *({"next_eps": 1e-2, "weight_offset": 1.0}, {"residual": torch.float32}),
     ),
+    *(
+        (name, fused_rotation, norm_then_rotation, ("x",), ("weight",), options, dtypes)
+        for name, options, dtypes in (
+            ("rotary", {"rotary_rounding": "once", "columns_to_an_angle": 2}, {}),
+            ("rotary full width", {"rotary_rounding": "once", "columns_to_an_angle": 1}, {"weight": torch.bfloat16}),
+            ("rotary each", {"rotary_rounding": "each", "columns_to_an_angle": 1, "weight_offset": 1.0}, {}),
+            ("rotary pairs", {"rotary_rounding": "once", "columns_to_an_angle": 2, "interleaved": True}, {}),
+            ("rotary pairs each", {"rotary_rounding": "each", "columns_to_an_angle": 1, "interleaved": True}, {}),
+            ("rotary part", {"rotary_rounding": "each", "columns_to_an_angle": 2, "rotary_dim": 2}, {}),
+        )
+    ),
+    ("rotary angles", rms_norm_rotary, norm_then_angles, ("x", "cos", "sin"), ("weight",), {}, {}),
 )
 FUSED = [
-    Fused(name, function, steps, rows, vectors, {"eps": 1e-6, **options, "rounding": rounding}, dtypes)
+    Fused(
+        *(name, function, steps, rows, vectors, {"eps": 1e-6, **options, "rounding": rounding}, dtypes),
+        pairs="rotary" in name,
+    )
     for name, function, steps, rows, vectors, options, dtypes in _ROWS
     for rounding in ROUNDINGS
 ]

@@ -5,12 +5,15 @@ from rmsnorm.functional.gated import gated_rms_norm
 from rmsnorm.functional.modulated import modulated_rms_norm
 from rmsnorm.functional.plain import rms_norm
 from rmsnorm.functional.residual import add_rms_norm
+from rmsnorm.functional.rotary import qk_norm_rotary, rms_norm_rotary
 
 __all__ = [
     "add_rms_norm",
     "gated_rms_norm",
     "modulated_rms_norm",
+    "qk_norm_rotary",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_add_rms_norm",
+    "rms_norm_rotary",
 ]
