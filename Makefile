@@ -82,6 +82,10 @@ fix: $(VENV)/.package
 # they require, and but for peft in a folder of their own, where no other package finds them and wants the rest.
 WILD := diffusers==0.42.1 litgpt==0.5.13 timm==1.0.31 torchtune==0.6.1 x-transformers==2.31.10
 
+# Frameworks for tests/integrations, in a folder that only processes of theirs find.
+HOSTS := kernels==0.17.2 transformers==5.22.2 lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 \
+	torchtitan==0.3.0 spmd-types==0.2.3
+
 # The table of other people's norms; the wild tests hold it to what this writes.
 families: $(VENV)/.demo
 	$(BIN)/python -m tests.wild.classes
@@ -137,6 +141,11 @@ $(VENV)/.wild: $(VENV)/.demo
 	@echo "installing libraries with norms of their own: a minute"
 	@$(PIP) install --no-deps peft==0.21.2
 	@$(PIP) install --no-deps --no-compile --upgrade --target $(VENV)/wild $(WILD)
+	@touch $@
+
+$(VENV)/.hosts: $(VENV)/.demo
+	@echo "installing frameworks for tests/integrations: half a minute"
+	@$(PIP) install --no-deps --no-compile --upgrade --target $(VENV)/hosts $(HOSTS)
 	@touch $@
 
 $(VENV)/.peers: | $(BIN)/python

@@ -15,6 +15,7 @@ EXHAUSTIVE = (
     "tests/conformance/test_conformance.py",
     "tests/distributed/",
     "tests/gpu/",
+    "tests/integrations/",
     "tests/kernels/test_kernels.py",
     "tests/kernels/test_neon.py",
     "tests/kernels/test_sanitizers.py",

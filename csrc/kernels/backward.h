@@ -104,19 +104,8 @@ void finish_rows(const Backward& b, int64_t r0, const float* k) {
         if (want_dx && k[r] != k[r]) fill_nan(dx[r], cols);  // as in scale_row
 }
 
-// The first group of rows from r0 on, no more of them than a batch.
 template <class DY, class X>
-void backward_group(const Backward& b, int64_t r0, int64_t rows, int log_cols) {
-    const double reciprocal = 1.0 / double(b.cols);
-    float k[backward_batch] = {};
-    for (int64_t r = 0; r < rows && b.dx.given; ++r) {
-        const double rstd = double(b.rstd.data[(r0 + r) * b.groups]);
-        auto k_of = [&](double c) { return float(rstd * c * reciprocal); };
-        const ProductSum c = sum_products<DY, X>(b, r0 + r, log_cols);
-        k[r] = k_of(c.sum.low);
-        if (!settled(k[r], k_of(c.sum.high)))
-            k[r] = k_of(fixed_sum_of_products<DY, X>(b, r0 + r, c.u_max, c.x_max));
-    }
+void finish_rows(const Backward& b, int64_t r0, int64_t rows, const float* k) {
     if (rows == backward_batch)
         finish_rows<DY, X, backward_batch>(b, r0, k);
     else
@@ -130,6 +119,34 @@ inline void skip(Rows& rows, int64_t cols) {
 inline void skip(Vector& values, int64_t count) {
     if (values.given) values.data += count;
 }
+inline void skip(Backward& b, int64_t cols) {
+    skip(b.dy, cols), skip(b.x, cols), skip(b.dh, cols), skip(b.dx, cols);
+    skip(b.gain, cols), skip(b.dweight, cols);
+}
+
+// The first group of rows from r0 on, no more of them than a batch.
+template <class DY, class X>
+void backward_group(const Backward& b, int64_t r0, int64_t rows, int log_cols) {
+    const double reciprocal = 1.0 / double(b.counted);
+    float k[backward_batch] = {};
+    for (int64_t r = 0; r < rows && b.dx.given; ++r) {
+        const double rstd = double(b.rstd.data[(r0 + r) * b.groups]);
+        auto k_of = [&](double c) { return float(rstd * c * reciprocal); };
+        const ProductSum c = sum_products<DY, X>(b, r0 + r, log_cols);
+        k[r] = k_of(c.sum.low);
+        if (!settled(k[r], k_of(c.sum.high)))
+            k[r] = k_of(fixed_sum_of_products<DY, X>(b, r0 + r, c.u_max, c.x_max));
+    }
+    if (b.counted == b.cols) return finish_rows<DY, X>(b, r0, rows, k);
+    // On the columns that do not count, rstd does not depend: their k is 0 (NaN where it is not finite).
+    Backward part = b;
+    part.cols = b.counted;
+    finish_rows<DY, X>(part, r0, rows, k);
+    part.cols = b.cols - b.counted;
+    skip(part, b.counted);
+    for (float& each : k) each *= 0.0f;
+    finish_rows<DY, X>(part, r0, rows, k);
+}
 
 template <class DY, class X>
 void backward_rows(const Backward& b) {
@@ -139,8 +156,7 @@ void backward_rows(const Backward& b) {
         for (int64_t g = 0; g < b.groups; ++g) {
             backward_group<DY, X>(part, r0, b.rows - r0 < backward_batch ? b.rows - r0 : backward_batch,
                                   log_cols);
-            skip(part.dy, b.cols), skip(part.x, b.cols), skip(part.dh, b.cols), skip(part.dx, b.cols);
-            skip(part.gain, b.cols), skip(part.dweight, b.cols), skip(part.rstd, 1);
+            skip(part, b.cols), skip(part.rstd, 1);
         }
     }
 }

@@ -73,6 +73,14 @@ void scale_row(const U* u, float rstd, const float* gain, Y* y, int64_t cols, co
     }
 }
 
+// NaNs of elements that do not count leave rstd what it is: see scale_row.
+template <class U, class Y, class XHat>
+void clean_uncounted(const U* u, Y* y, int64_t counted, int64_t cols) {
+    if constexpr (can_carry<U, Y> || can_carry<U, XHat>)
+        for (int64_t i = counted; i < cols; ++i)
+            if (const float v = widen_one(u[i]); v != v) set_nan(y[i]);
+}
+
 // Whether rows lie side by side in every tensor: groups of a row do.
 inline bool rows_are_adjacent(const Forward& f) {
     auto adjacent = [&](const Rows& rows) { return !rows.given || rows.stride == f.cols; };
@@ -112,8 +120,8 @@ template <class U, class Y, class XHat>
 void forward_rows(const Forward& f, Before before, After after) {
     const bool in_scratch = rmsnorm::keeps_u(f);
     const Rows u = in_scratch ? Rows{f.scratch, f.cols, Dtype::f32, true} : f.residual.given ? f.h : f.x;
-    const int log_cols = ceil_log2(f.cols);
-    const double reciprocal = 1.0 / double(f.cols);
+    const int log_cols = ceil_log2(f.counted);
+    const double reciprocal = 1.0 / double(f.counted);
     const int64_t batch = rmsnorm::rows_together(f.cols, sizeof(U));
     auto rstd_of = [&](double sum) { return float(1.0 / __builtin_sqrt(sum * reciprocal + f.eps)); };
 
@@ -132,7 +140,7 @@ void forward_rows(const Forward& f, Before before, After after) {
             before(f, r0, rows, u_of(0), log_cols, sum);
         else
             for (int64_t r = 0; r < rows; ++r)
-                sum[r] = read_row(u_of(r), f.cols, log_cols, read_later(r),
+                sum[r] = read_row(u_of(r), f.counted, log_cols, read_later(r),
                                   f.nontemporal || after ? nullptr : row<Y>(f.y, r0 + r));
         // All of a batch, for the sake of a loop of known length.
         for (int64_t r = 0; r < most; ++r) {
@@ -140,7 +148,7 @@ void forward_rows(const Forward& f, Before before, After after) {
             least[r] = rstd_of(sum[r].high);
         }
         for (int64_t r = 0; r < rows; ++r)
-            if (!settled(rstd[r], least[r])) rstd[r] = rstd_of(fixed_sum_of_squares(u_of(r), f.cols));
+            if (!settled(rstd[r], least[r])) rstd[r] = rstd_of(fixed_sum_of_squares(u_of(r), f.counted));
         for (int64_t r = 0; r < rows; ++r) {
             if (f.rstd.given) f.rstd.data[r0 + r] = rstd[r];
             const float* gain = f.gain.given ? f.gain.data : nullptr;
@@ -153,6 +161,8 @@ void forward_rows(const Forward& f, Before before, After after) {
             else
                 scale_row<U, Y, XHat, false>(u_of(r), rstd[r], gain, row<Y>(f.y, r0 + r), f.cols,
                                              read_later(r));
+            if (f.counted < f.cols)
+                clean_uncounted<U, Y, XHat>(u_of(r), row<Y>(f.y, r0 + r), f.counted, f.cols);
         }
     }
     normed.finish();

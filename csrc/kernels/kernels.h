@@ -51,6 +51,7 @@ struct Forward {
     Vector gain;     // weight + weight_offset, of a row; 1 where there is none
     float* scratch;  // forward_scratch(*this) floats
     int64_t rows, cols, groups;
+    int64_t counted;  // statistics are of the first so many columns of each group
     double eps;
     double alpha;     // t = x * alpha, rounded to x's dtype; t = x where alpha is 1
     bool exact_sum;   // u is t + residual in float32, not h
@@ -69,7 +70,7 @@ struct Backward {
     Vector rstd, gain;
     Vector dweight;  // a row of sums, continued
     float* scratch;  // backward_scratch(*this) floats
-    int64_t rows, cols, groups;
+    int64_t rows, cols, groups, counted;
     bool gate_first;
     Activation activation;
 };

@@ -57,7 +57,7 @@ void modulated_backward_rows(const ModulatedBackward& b) {
     for (int64_t r0 = 0; r0 < b.rows; r0 += batch) {
         Backward plain{};
         plain.rows = b.rows - r0 < batch ? b.rows - r0 : batch;
-        plain.cols = b.cols, plain.groups = 1;
+        plain.cols = plain.counted = b.cols, plain.groups = 1;
         plain.gain = b.gain, plain.dweight = b.dweight, plain.scratch = b.scratch;
         for (int64_t r = r0; r < r0 + plain.rows; ++r) {
             const Z* scale = b.scale.given ? row<Z>(b.scale, r) : nullptr;

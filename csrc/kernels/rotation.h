@@ -114,7 +114,7 @@ void rotated_backward_rows(const RotatedBackward& b) {
     for (int64_t r0 = 0; r0 < b.rows; r0 += batch) {
         Backward plain{};
         plain.rows = b.rows - r0 < batch ? b.rows - r0 : batch;
-        plain.cols = b.cols, plain.groups = 1;
+        plain.cols = plain.counted = b.cols, plain.groups = 1;
         plain.gain = b.gain, plain.dweight = b.dweight, plain.scratch = b.scratch;
         for (int64_t r = 0; r < plain.rows; ++r)
             rotate_row<T, true>(b.rotation, row<T>(b.dy, r0 + r), row<C>(b.cos, r0 + r),

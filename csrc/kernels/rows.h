@@ -26,8 +26,7 @@ inline std::vector<std::pair<int64_t, int64_t>> by_stride(int64_t dim, const int
     return dims;
 }
 
-// No gaps and no overlap: a contiguous tensor, or one with its leading dimensions permuted. The columns are
-// adjacent.
+// No gaps and no overlap: a contiguous tensor, or one with its dimensions permuted.
 inline bool dense(int64_t dim, const int64_t* sizes, const int64_t* strides) {
     int64_t expected = 1;
     bool contiguous = true;

@@ -40,7 +40,7 @@ void close(const Norm& norm, const View& residual, const View& h, const Tensor& 
     first.x.dtype = x.dtype, first.y.dtype = h.dtype;
     first.addend = {nullptr, 0, residual.dtype, true};
     first.gain = gain.vector();
-    first.cols = x.cols(), first.groups = 1;
+    first.cols = first.counted = x.cols(), first.groups = 1;
     first.eps = norm.spec.eps, first.alpha = 1;
     first.x_hat_type = x_hat_dtype(x.dtype, norm.weight, norm.spec.rounding);
     first.normed_type = n;
@@ -58,15 +58,19 @@ void close(const Norm& norm, const View& residual, const View& h, const Tensor& 
         together = std::max<int64_t>(1, bytes_together / (x.cols() * 4));
     }
     const int64_t scratch_floats = rmsnorm::forward_scratch(first);
+    const Tiles tiles(layout.rows(), x.cols(), {&x, &residual, &h, &y});
     for_rows(layout.rows(), x.cols(), [&](int64_t begin, int64_t end) {
-        const Floats scratch(scratch_floats);
-        layout.for_each_run(begin, end, [&](const Layout::Run& run) {
+        const Floats scratch(scratch_floats + tiles.floats());
+        tiles.for_each(layout, begin, end, scratch.get() + scratch_floats, [&](Tile& tile) {
+            const Layout::Run& run = tile.run();
+            const Rows x_rows = tile.read(x, 0), addends = tile.read(residual, 1), h_rows = tile.write(h, 2);
+            const Rows y_rows = next ? tile.write(y, 3) : Rows{};
             for (int64_t r = 0; r < run.rows; r += together) {
                 rmsnorm::Forward part = first;
                 part.rows = std::min(together, run.rows - r);
-                part.x = rows_from(x.rows(run, 0), r);
-                part.addend = rows_from(residual.rows(run, 1), r);
-                part.y = rows_from(h.rows(run, 2), r);
+                part.x = rows_from(x_rows, r);
+                part.addend = rows_from(addends, r);
+                part.y = rows_from(h_rows, r);
                 part.rstd = {floats(rstd) + run.first + r, true};
                 part.scratch = scratch.get();
                 kernels.forward(part);
@@ -74,7 +78,7 @@ void close(const Norm& norm, const View& residual, const View& h, const Tensor& 
                 rmsnorm::Forward after = second;
                 after.rows = part.rows;
                 after.x = part.y;
-                after.y = rows_from(y.rows(run, 3), r);
+                after.y = rows_from(y_rows, r);
                 after.rstd = {floats(next->rstd) + run.first + r, true};
                 after.scratch = scratch.get();
                 kernels.forward(after);

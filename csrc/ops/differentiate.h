@@ -65,32 +65,36 @@ inline Gradients differentiate(const Derivative& given) {
     call.gain = gain.vector();
     call.cols = group_cols;
     call.groups = groups;
+    call.counted = given.spec.partial ? given.spec.partial : group_cols;
     call.gate_first = given.spec.gate_first;
     call.activation = static_cast<Activation>(given.spec.activation);
     const Dtype dweight_type = given.weight ? given.weight->dtype : Dtype::f32;
+    const int64_t scratch_floats = rmsnorm::backward_scratch(call);
+    const Tiles tiles(rows, cols, {&dy, &x, &second, &result, dgate ? &*dgate : &x});
     auto work = [&](int64_t begin, int64_t end, rmsnorm::Vector dweight, float* scratch) {
-        layout.for_each_run(begin, end, [&](const Layout::Run& run) {
+        tiles.for_each(layout, begin, end, scratch + scratch_floats, [&](Tile& tile) {
+            const Layout::Run& run = tile.run();
             rmsnorm::Backward part = call;
             part.rows = run.rows;
             part.rstd = {floats(rstd) + run.first * groups, true};
-            part.dy = dy.rows(run, 0);
-            part.x = x.rows(run, 1);
+            part.dy = tile.read(dy, 0);
+            part.x = tile.read(x, 1);
+            const Rows dx_rows = dx ? tile.write(*dx, 3) : Rows{};
             if (rebuilds) {
-                const Rows rebuilt = dx->rows(run, 3);
-                kernels.rebuild({part.x, rebuilt, part.rstd, call.gain, run.rows, cols});
-                part.x = rebuilt;
+                kernels.rebuild({part.x, dx_rows, part.rstd, call.gain, run.rows, cols});
+                part.x = dx_rows;
             }
-            if (given.gate) part.gate = second.rows(run, 2);
-            if (given.dh) part.dh = second.rows(run, 2);
-            if (given.need_dx) part.dx = dx->rows(run, 3);
-            if (dgate) part.dgate = dgate->rows(run, 3);
+            if (given.gate) part.gate = tile.read(second, 2);
+            if (given.dh) part.dh = tile.read(second, 2);
+            if (given.need_dx) part.dx = dx_rows;
+            if (dgate) part.dgate = tile.write(*dgate, 3);
             part.dweight = dweight;
             part.scratch = scratch;
             kernels.backward(part);
         });
     };
     const Result dweight =
-        sum_rows(rows, cols, given.need_dweight, dweight_type, rmsnorm::backward_scratch(call), work);
+        sum_rows(rows, cols, given.need_dweight, dweight_type, scratch_floats + tiles.floats(), work);
     return {given.need_dx ? tensor_of(dx) : std::nullopt, tensor_of(dgate), dweight};
 }
 

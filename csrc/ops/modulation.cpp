@@ -89,14 +89,17 @@ std::tuple<Optional, Optional, Optional, Optional> modulated_backward(
     const int64_t before_dscale = need_dweight ? cols : 0;
     const int64_t before_dshift = before_dscale + (dscale_type ? cols : 0);
     const int64_t width = before_dshift + (dshift_type ? cols : 0);
+    const int64_t scratch_floats = rmsnorm::modulated_scratch(cols);
+    const Tiles tiles(rows, cols, {&dy, &x, dx ? &*dx : &x});
     auto work = [&](int64_t begin, int64_t end, float* sums, float* scratch) {
-        layout.for_each_run(begin, end, [&](const Layout::Run& run) {
+        tiles.for_each(layout, begin, end, scratch + scratch_floats, [&](Tile& tile) {
+            const Layout::Run& run = tile.run();
             rmsnorm::ModulatedBackward part = call;
             part.rows = run.rows;
             part.rstd = {floats(rstd) + run.first, true};
-            part.dy = dy.rows(run, 0), part.x = x.rows(run, 1);
+            part.dy = tile.read(dy, 0), part.x = tile.read(x, 1);
             if (scale) part.scale = scale->rows(run, 2);
-            if (dx) part.dx = dx->rows(run, 3);
+            if (dx) part.dx = tile.write(*dx, 3);
             if (need_dweight) part.dweight = {sums, true};
             if (dscale_type) part.dscale = {sums + before_dscale, true};
             if (dshift_type) part.dshift = {sums + before_dshift, true};
@@ -105,7 +108,7 @@ std::tuple<Optional, Optional, Optional, Optional> modulated_backward(
         });
     };
     const Sums sums =
-        sum_segments(segments, segment_rows, cols, width, rmsnorm::modulated_scratch(cols), work);
+        sum_segments(segments, segment_rows, cols, width, scratch_floats + tiles.floats(), work);
     Result dweight, dscale, dshift;
     if (need_dweight) {
         const Dtype type = weight ? weight->dtype : Dtype::f32;

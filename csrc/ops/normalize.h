@@ -5,6 +5,7 @@
 
 #include "tensors.h"
 #include "threads.h"
+#include "tiles.h"
 
 namespace {
 
@@ -16,6 +17,7 @@ struct Spec {
     int64_t rounding = 0, group_size = 0, activation = 0;  // group_size 0: the whole row
     bool gate_first = false, exact_sum = false;
     double alpha = 1;
+    int64_t partial = 0;  // how many columns count; 0: all
 };
 
 enum Rounding : int64_t { once = 0, before_scale = 1, weight_dtype = 2 };  // reference.ROUNDINGS
@@ -41,7 +43,7 @@ constexpr int64_t cache_bytes = int64_t(32) << 20;
 // Whether y is written past the cache: it would not stay there anyway, and its old contents need not be read.
 // Its rows must begin and end at cache lines.
 inline bool past_the_cache(const View& x, const View& y) {
-    if (x.bytes() + y.bytes() <= cache_bytes || x.data == y.data) return false;
+    if (x.bytes() + y.bytes() <= cache_bytes || x.data == y.data || !y.adjacent()) return false;
     const int64_t size = rmsnorm::size_of(y.dtype);
     bool aligned = reinterpret_cast<uintptr_t>(y.data) % 64 == 0 && y.cols() * size % 64 == 0;
     for (int64_t d = 0; d < y.dim - 1; ++d) aligned = aligned && y.strides[d] * size % 64 == 0;
@@ -51,8 +53,10 @@ inline bool past_the_cache(const View& x, const View& y) {
 // weight + weight_offset in float32: the weight's own memory where that is the same thing.
 class Gain {
   public:
-    Gain(const std::optional<View>& weight, double offset, int64_t cols, Dtype y_type) {
-        if (!weight) return;
+    Gain(const std::optional<View>& given, double offset, int64_t cols, Dtype y_type) {
+        if (!given) return;
+        weight_ = given->packed();
+        const std::optional<View>& weight = weight_;
         STD_TORCH_CHECK(weight->dim == 1 && weight->cols() == cols,
                         "weight must have one element per column");
         // Rounding to bfloat16 needs NaNs cleaned up, which the copy does.
@@ -68,6 +72,7 @@ class Gain {
     rmsnorm::Vector vector() const { return values_; }
 
   private:
+    std::optional<View> weight_;
     std::optional<Floats> copy_;
     rmsnorm::Vector values_{};
 };
@@ -101,6 +106,7 @@ struct Norm {
     static void check_groups(const View& x, const Spec& spec) {
         STD_TORCH_CHECK(spec.group_size >= 0 && (!spec.group_size || x.cols() % spec.group_size == 0),
                         "group_size must divide the columns");
+        STD_TORCH_CHECK(spec.partial >= 0 && spec.partial <= x.cols(), "partial must be a number of columns");
         STD_TORCH_CHECK(spec.activation == 0 || spec.activation == 1, "unknown activation");
     }
 };
@@ -139,6 +145,7 @@ inline void normalize(const Norm& norm, const View& y, const View* h = nullptr,
     call.gain = gain.vector();
     call.cols = norm.group_cols();
     call.groups = norm.groups();
+    call.counted = norm.spec.partial ? norm.spec.partial : call.cols;
     call.eps = norm.spec.eps;
     call.alpha = norm.spec.alpha;
     call.exact_sum = norm.spec.exact_sum;
@@ -149,18 +156,20 @@ inline void normalize(const Norm& norm, const View& y, const View* h = nullptr,
     call.nontemporal =
         past_the_cache(x, y) && (call.groups == 1 || call.cols * rmsnorm::size_of(y.dtype) % 64 == 0);
     const int64_t scratch_floats = rmsnorm::forward_scratch(call);
+    const Tiles tiles(layout.rows(), x.cols(), {&x, &y, &second, h ? h : &x});
     for_rows(layout.rows(), x.cols(), [&](int64_t begin, int64_t end) {
-        const Floats scratch(scratch_floats);
-        layout.for_each_run(begin, end, [&](const Layout::Run& run) {
+        const Floats scratch(scratch_floats + tiles.floats());
+        tiles.for_each(layout, begin, end, scratch.get() + scratch_floats, [&](Tile& tile) {
+            const Layout::Run& run = tile.run();
             rmsnorm::Forward part = call;
             part.rows = run.rows;
-            part.x = x.rows(run, 0);
-            part.y = y.rows(run, 1);
-            if (norm.gate) part.gate = second.rows(run, 2);
+            part.x = tile.read(x, 0);
+            part.y = tile.write(y, 1);
+            if (norm.gate) part.gate = tile.read(second, 2);
             if (norm.scale) part.scale = norm.scale->rows(run, 2);
             if (norm.shift) part.shift = norm.shift->rows(run, 3);
             if (norm.cos) part.cos = norm.cos->rows(run, 2), part.sin = norm.sin->rows(run, 3);
-            if (h) part.residual = second.rows(run, 2), part.h = h->rows(run, 3);
+            if (h) part.residual = tile.read(second, 2), part.h = tile.write(*h, 3);
             if (rstd) part.rstd = {floats(*rstd) + run.first * call.groups, true};
             part.scratch = scratch.get();
             kernels.forward(part);

@@ -86,13 +86,16 @@ std::tuple<Optional, Optional> rotary_backward(const Tensor& dy_given, const Ten
     const Gain gain(weight, weight_offset, cols, x.dtype);
     const rmsnorm::Kernels& kernels = table();
 
+    const int64_t scratch_floats = rmsnorm::rotated_scratch(cols);
+    const Tiles tiles(rows, cols, {&dy, &x});
     auto work = [&](int64_t begin, int64_t end, rmsnorm::Vector dweight, float* scratch) {
-        layout.for_each_run(begin, end, [&](const Layout::Run& run) {
+        tiles.for_each(layout, begin, end, scratch + scratch_floats, [&](Tile& tile) {
+            const Layout::Run& run = tile.run();
             rmsnorm::RotatedBackward part{};
             part.rows = run.rows, part.cols = cols;
-            part.x = x.rows(run, 0), part.dy = dy.rows(run, 1);
+            part.x = tile.read(x, 0), part.dy = tile.read(dy, 1);
             part.cos = angles.cos.rows(run, 2), part.sin = angles.sin.rows(run, 3);
-            if (dx) part.dx = dx->rows(run, 4);
+            if (dx) part.dx = tile.write(*dx, 4);
             part.rstd = {floats(rstd) + run.first, true};
             part.gain = gain.vector();
             part.dweight = dweight;
@@ -102,7 +105,7 @@ std::tuple<Optional, Optional> rotary_backward(const Tensor& dy_given, const Ten
         });
     };
     const Result dweight = sum_rows(rows, cols, need_dweight, weight ? weight->dtype : Dtype::f32,
-                                    rmsnorm::rotated_scratch(cols), work);
+                                    scratch_floats + tiles.floats(), work);
     return {tensor_of(dx), dweight};
 }
 

@@ -88,14 +88,12 @@ inline void check_storage(const Tensor& tensor, int64_t elements, int64_t elemen
                     " has no memory: its storage was freed");
 }
 
-// What the operators ask of a tensor, asked once. Its columns are adjacent: others are copied. `name` is what
-// errors call it.
+// What the operators ask of a tensor, asked once. `name` is what errors call it.
 struct View {
     Tensor tensor;
     int64_t dim, *sizes, *strides;
     Dtype dtype;
     char* data;
-    bool copied = false;
 
     // Of a result that was made here.
     explicit View(const Tensor& made) : tensor(made) { read_metadata(); }
@@ -108,18 +106,18 @@ struct View {
         read_metadata();
         check_storage(tensor, extent(dim, sizes, strides), rmsnorm::size_of(dtype), name);
         STD_TORCH_CHECK(dim > 0 && cols() > 0, "expected at least one dimension, the last not empty");
-        if (cols() != 1 && strides[dim - 1] != 1) {
-            try {
-                tensor = torch::stable::contiguous(tensor);
-            } catch (const std::exception&) {
-                no_memory(dim, sizes, tensor.scalar_type());
-            }
-            copied = true;
-            read_metadata();
-        }
     }
 
-    Tensor contiguous() const { return torch::stable::contiguous(tensor); }
+    Tensor contiguous() const {
+        try {
+            return torch::stable::contiguous(tensor);
+        } catch (const std::exception&) {
+            no_memory(dim, sizes, tensor.scalar_type());
+        }
+    }
+    bool adjacent() const { return cols() == 1 || strides[dim - 1] == 1; }
+    // Itself, or a copy whose columns are adjacent.
+    View packed() const { return adjacent() ? *this : View(contiguous()); }
     int64_t cols() const { return sizes[dim - 1]; }
     int64_t numel() const {
         int64_t n = 1;
@@ -157,7 +155,7 @@ class Broadcast {
     Broadcast(const Tensor& given, const View& x, const char* name) : Broadcast(given, x, name, x.cols()) {}
     // With columns of its own.
     Broadcast(const Tensor& given, const View& x, const char* name, int64_t cols)
-        : view_(given, name), strides_(static_cast<size_t>(x.dim), 0) {
+        : view_(View(given, name).packed()), strides_(static_cast<size_t>(x.dim), 0) {
         const int64_t missing = x.dim - view_.dim;
         bool fits = missing >= 0 && view_.cols() == cols;
         for (int64_t d = 0; fits && d < view_.dim; ++d) {
@@ -256,12 +254,12 @@ inline Result tensor_of(const std::optional<View>& view) {
 inline void check_out(const View& out, Dtype dtype, const View& x,
                       std::initializer_list<const std::optional<View>*> others) {
     STD_TORCH_CHECK(out.shaped_as(x) && out.dtype == dtype, "out must have x's shape and the result's dtype");
-    STD_TORCH_CHECK(!x.copied && !out.copied, "expected adjacent columns");
+    STD_TORCH_CHECK(x.adjacent() && out.adjacent(), "expected adjacent columns");
     STD_TORCH_CHECK(!rmsnorm::overlaps_itself(out.dim, out.sizes, out.strides),
                     "out must not overlap itself");
     STD_TORCH_CHECK(out.lies_as(x) || out.apart_from(x), "out must be x itself or lie apart from it");
     for (const std::optional<View>* other : others) {
-        STD_TORCH_CHECK(!*other || !(*other)->copied, "expected adjacent columns");
+        STD_TORCH_CHECK(!*other || (*other)->adjacent(), "expected adjacent columns");
         STD_TORCH_CHECK(!*other || out.apart_from(**other),
                         "out must lie apart from the gate and the weight");
     }

@@ -16,6 +16,7 @@ from rmsnorm.functional import (
     rms_norm_add,
     rms_norm_add_rms_norm,
     rms_norm_rotary,
+    rms_norms,
 )
 from rmsnorm.module import GatedRMSNorm, ModulatedRMSNorm, QKNormRotary, RMSNorm, RMSNormAdd
 from rmsnorm.patching import Convention, Report, identify, patch, unpatch
@@ -45,6 +46,7 @@ __all__ = [
     "rms_norm_add",
     "rms_norm_add_rms_norm",
     "rms_norm_rotary",
+    "rms_norms",
     "unfold_offset",
     "unpatch",
 ]

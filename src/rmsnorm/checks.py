@@ -118,6 +118,7 @@ def check_broadcast(t: Any, x: Tensor, name: str, dims: int = 1) -> None:
         tuple(t.shape[-dims:]) != trailing
         or len(over) != len(leading)
         or any(size not in (1, whole) for size, whole in zip(leading, over, strict=True))
+        or (t.is_nested and t.shape != x.shape)
     ):
         raise ValueError(
             f"{name} must end in {trailing} and broadcast to x's shape {tuple(x.shape)}, got {tuple(t.shape)}"

@@ -141,6 +141,11 @@ def differentiating() -> bool:
     return _functorch_active() and any(key != _TRANSFORMS.Functionalize for key in _transforms())
 
 
+def functionalizing() -> bool:
+    """Whether `torch.func.functionalize` is in force, which has no rule for an `autograd.Function`."""
+    return _functorch_active() and _TRANSFORMS.Functionalize in _transforms()
+
+
 def _transforms() -> list[Any]:
     return [layer.key() for layer in torch._C._functorch.get_interpreter_stack() or ()]
 

@@ -6,6 +6,7 @@ names below. A feature that needs an option more is a field more here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ class NormSpec(NamedTuple):
         gate_first: whether the gate multiplies what is normalised, and not the result.
         exact_sum: whether x + residual is normalised before it is rounded.
         alpha: multiplies x before the residual is added.
+        partial: how many elements of the row its statistics are of, the first ones; 0 means all of them.
     """
 
     eps: float
@@ -43,6 +45,7 @@ class NormSpec(NamedTuple):
     gate_first: bool = False
     exact_sum: bool = False
     alpha: float = 1.0
+    partial: int = 0
 
     @property
     def plain_sum(self) -> bool:
@@ -139,6 +142,19 @@ def check_group_size(group_size: Any, cols: int | None = None) -> int:
         divides = "" if cols is None else f" that divides the last dimension {cols}"
         raise ValueError(f"group_size must be a positive integer{divides}, got {group_size!r}")
     return group_size if isinstance(group_size, torch.SymInt) else int(group_size)  # type: ignore[return-value]
+
+
+def check_partial(partial: Any, cols: int) -> int:
+    """How many of the first elements count: an integer up to `cols`, or a share of them; 0 for all."""
+    if partial is None:
+        return 0
+    share = isinstance(partial, float) and 0.0 < partial <= 1.0
+    if not share and not (is_integer(partial) and 1 <= partial <= cols):
+        raise ValueError(
+            f"partial must be an integer from 1 to the last dimension {cols}, or a float in (0, 1], got {partial!r}"
+        )
+    counted = math.ceil(partial * cols) if share else int(partial)
+    return 0 if counted == cols else counted
 
 
 def check_shape(shape: Any, name: str) -> tuple[int, ...]:

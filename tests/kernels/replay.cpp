@@ -158,7 +158,7 @@ void forward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
     const Array x = Array::from(in), residual = Array::from(in), gate = Array::from(in),
                 addend = Array::from(in), weight = Array::from(in);
     const Gain gain(kernels, weight, offset);
-    f.rows = x.rows(), f.groups = x.cols() / f.cols;
+    f.rows = x.rows(), f.counted = f.cols, f.groups = x.cols() / f.cols;
     const Array y(y_type, f.rows, x.cols()),
         h = residual ? Array(residual.dtype(), f.rows, x.cols()) : Array();
     const int64_t groups = f.rows * f.groups;
@@ -188,7 +188,7 @@ void backward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
     const Array dx(rebuilds ? Dtype(rebuilt_type) : x.dtype(), rows, cols),
         dweight(Dtype(weight_type), 1, cols), dgate = gate ? Array(gate.dtype(), rows, cols) : Array();
     const Gain gain(kernels, weight, offset);
-    b.groups = cols / b.cols, b.gain = gain.vector, b.gate = gate.at(0);
+    b.counted = b.cols, b.groups = cols / b.cols, b.gain = gain.vector, b.gate = gate.at(0);
     const auto scratch = floats(rmsnorm::backward_scratch(b));
     b.scratch = scratch.get();
     sum_rows(kernels, rows, dweight, [&](int64_t begin, int64_t end, float* sums) {

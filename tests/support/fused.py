@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm import add_rms_norm, rms_norm, rms_norm_add, rms_norm_add_rms_norm, rms_norm_rotary
+from rmsnorm import (
+    add_rms_norm,
+    modulated_rms_norm,
+    rms_norm,
+    rms_norm_add,
+    rms_norm_add_rms_norm,
+    rms_norm_rotary,
+)
+from rmsnorm.ops.sharing import expand
 from rmsnorm.spec import ROUNDINGS
 from tests.support.forms import incoming_gradient
 
@@ -121,6 +129,14 @@ def norm_then_angles(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, **opti
     return torch.cat((o, rest), -1)
 
 
+def norm_then_modulate(x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    """Gradients of scale and shift are trees over the rows that share them, be it one: never -0."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    n = rms_norm(x.to(wide) if options["rounding"] == "once" else x, weight, **options)
+    y = n.to(wide) * (1 + expand(scale.to(wide), x.shape)) + expand(shift.to(wide), x.shape)
+    return y.to(x.dtype if options["rounding"] == "once" else n.dtype)
+
+
 _STREAM = ("x", "residual")
 _ROWS = (
     ("norm add", rms_norm_add, norm_then_add, _STREAM, ("weight",), {}, {}),
@@ -146,6 +162,13 @@ _ROWS = (
         )
     ),
     ("rotary angles", rms_norm_rotary, norm_then_angles, ("x", "cos", "sin"), ("weight",), {}, {}),
+)
+_ROWS += (
+    ("modulation", modulated_rms_norm, norm_then_modulate, ("x", "scale", "shift"), ("weight",), {}, {}),
+    (
+        *("modulation of all rows", modulated_rms_norm, norm_then_modulate, ("x",), ("scale", "shift", "weight")),
+        *({"weight_offset": 1.0}, {"shift": torch.bfloat16}),
+    ),
 )
 FUSED = [
     Fused(

@@ -39,9 +39,10 @@ def test_incoming_gradients_are_not_written():
         same(dh, kept[1])
 
 
-def test_result_is_laid_out_as_x_where_x_is_dense_with_adjacent_columns():
+def test_result_is_laid_out_as_x_where_x_is_dense():
     weight = tensor(8, seed=1)
-    for x in (tensor(4, 6, 8), tensor(6, 4, 8).transpose(0, 1), tensor(3, 2, 5, 8).permute(2, 0, 1, 3)):
+    dense = (tensor(4, 6, 8), tensor(6, 4, 8).transpose(0, 1), tensor(3, 2, 5, 8).permute(2, 0, 1, 3))
+    for x in (*dense, tensor(8, 4).t(), tensor(2, 8, 3, 5).movedim(1, -1)):
         for y in (rms_norm(x, weight), *add_rms_norm(x, x, weight)):
             assert y.stride() == x.stride()
 
@@ -49,7 +50,7 @@ def test_result_is_laid_out_as_x_where_x_is_dense_with_adjacent_columns():
 @pytest.mark.skipif(not status().compiled, reason="the reference leaves other layouts to PyTorch")
 def test_result_is_contiguous_where_x_is_not_dense():
     weight = tensor(8, seed=1)
-    for x in (tensor(4, 12)[:, :8], tensor(1, 8).expand(4, 8), tensor(8, 4).t(), tensor(4, 16)[:, ::2]):
+    for x in (tensor(4, 12)[:, :8], tensor(1, 8).expand(4, 8), tensor(8, 8).t()[:4], tensor(4, 16)[:, ::2]):
         for y in (rms_norm(x, weight), *add_rms_norm(x, x, weight)):
             assert y.is_contiguous()
 

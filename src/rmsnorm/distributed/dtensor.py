@@ -80,6 +80,8 @@ def _register(name: str, beside_x: int, outputs: int) -> None:
 
 for _name, _beside_x, _outputs in (
     ("forward", 0, 1),
+    ("partial_forward", 0, 1),
+    ("partial_forward_train", 0, 2),
     ("forward_train", 0, 2),
     ("add_forward", 1, 3),
     ("gated_forward", 1, 1),
@@ -102,6 +104,15 @@ def _backward(
     need_dx, need_dweight = needed
     spec = NormSpec(0.0, weight_offset)
     dx, _dgate, dweight = _gradients(dy, x, None, rstd, weight, dh, spec, (need_dx, False, need_dweight))
+    return dx, dweight
+
+
+def _partial_backward(
+    dy: DTensor, x: DTensor, rstd: DTensor, weight: DTensor | None, *options: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    weight_offset, partial, need_dx, need_dweight = options
+    spec = NormSpec(0.0, weight_offset, partial=partial)
+    dx, _dgate, dweight = _gradients(dy, x, None, rstd, weight, None, spec, (need_dx, False, need_dweight))
     return dx, dweight
 
 
@@ -147,7 +158,8 @@ def _gradients(
 
 
 operators.distributed = SimpleNamespace(
-    **vars(operators.traced) | {"backward": _backward, "gated_backward": _gated_backward}
+    **vars(operators.traced)
+    | {"backward": _backward, "partial_backward": _partial_backward, "gated_backward": _gated_backward}
 )
 
 
@@ -159,8 +171,8 @@ def _normalize_split(tensors: Any, spec: NormSpec) -> tuple[Any, Any]:
     mesh, last = x.device_mesh, x.dim() - 1
     placements = [p if type(p) is Shard else Replicate() for p in x.placements]
     cut = [p.is_shard(last) for p in placements]
-    if spec.group_size and not _whole_groups(x.shape[-1], spec.group_size, mesh, cut):
-        # Groups that lie on two ranks: each rank gets the whole row.
+    if spec.partial or (spec.group_size and not _whole_groups(x.shape[-1], spec.group_size, mesh, cut)):
+        # Groups that lie on two ranks, and what only some ranks have: each rank gets the whole row.
         whole = [Replicate() if is_cut else p for is_cut, p in zip(cut, placements, strict=True)]
         x, residual, gate = (None if t is None else t.redistribute(placements=whole) for t in (x, residual, gate))
         results = normalize(x, residual, gate, weight, spec)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from rmsnorm.functional.modulated import modulated_rms_norm
 from rmsnorm.functional.plain import rms_norm
 from rmsnorm.functional.residual import add_rms_norm
 from rmsnorm.functional.rotary import qk_norm_rotary, rms_norm_rotary
+from rmsnorm.functional.several import rms_norms
 
 __all__ = [
     "add_rms_norm",
@@ -16,4 +17,5 @@ __all__ = [
     "rms_norm_add",
     "rms_norm_add_rms_norm",
     "rms_norm_rotary",
+    "rms_norms",
 ]

@@ -16,11 +16,10 @@ from rmsnorm.functional.fast_path import (
     grad_enabled,
     has_gpu,
     is_common,
-    new_spec,
     on_gpu,
+    spec_of,
     train,
 )
-from rmsnorm.spec import NormSpec
 
 
 def gated_rms_norm(
@@ -78,7 +77,7 @@ def gated_rms_norm(
                 or (weight is not None and weight.requires_grad)
             ):
                 x, gate, weight = dispatch.savable(x, gate, weight)
-                spec = new_spec(NormSpec, (*fields, not norm_before_gate, False, 1.0))
+                spec = spec_of(eps, weight_offset, rounding, group_size, activation, not norm_before_gate)
                 return train(x, None, gate, weight, spec)  # type: ignore[no-any-return]
             gated_forward = (on_gpu if has_gpu and x.is_cuda else direct).gated_forward
             return gated_forward(x, gate, weight, *fields, not norm_before_gate)  # type: ignore[no-any-return]

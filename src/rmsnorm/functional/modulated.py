@@ -12,13 +12,12 @@ from torch.nested import nested_tensor_from_jagged
 from torch.overrides import handle_torch_function
 
 from rmsnorm import checked, checks, dispatch
-from rmsnorm.functional.plain import rms_norm
 from rmsnorm.numerics import decomposition, reference
 from rmsnorm.numerics.modulation import modulate, shared_dims, unrounded
 from rmsnorm.ops.library import operators
 from rmsnorm.ops.sharing import expand
 from rmsnorm.ops.vmap import is_batched
-from rmsnorm.spec import ROUNDINGS, NormSpec
+from rmsnorm.spec import NormSpec
 
 
 def modulated_rms_norm(
@@ -77,7 +76,7 @@ def normalize_and_modulate(
     x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, spec: NormSpec
 ) -> Tensor:
     """y of checked arguments, over the last dimension."""
-    if not dispatch.can_fuse(x, scale, shift, weight):
+    if spec.group_size or spec.partial or not dispatch.can_fuse(x, scale, shift, weight):
         return steps(x, scale, shift, weight, spec)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, scale, shift, weight)):
         if not torch.compiler.is_compiling():
@@ -90,8 +89,7 @@ def normalize_and_modulate(
 def steps(x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, spec: NormSpec) -> Tensor:
     """What the fused operator stands for, in functions that take every kind of tensor and every transform."""
     result = reference.result_dtype(x.dtype, weight, spec)
-    options: Any = {"weight_offset": spec.weight_offset, "rounding": ROUNDINGS[spec.rounding]}
-    n = rms_norm(unrounded(x, spec), weight, spec.eps, **options)
+    n = dispatch.normalize(unrounded(x, spec), None, None, weight, spec)[0]
     if n.is_nested and isinstance(n.shape[-1], int) and n.lengths() is None:  # type: ignore[attr-defined]
         return _modulate_jagged(n, scale, shift, result)
     return modulate(n, _shared(scale, n, "scale"), _shared(shift, n, "shift"), result)
@@ -99,7 +97,7 @@ def steps(x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor 
 
 def _shared(t: Tensor | None, n: Tensor, name: str) -> Tensor | None:
     """Of n's shape, where its gradient is to be a sum in one order."""
-    if t is None or decomposition.exporting() or torch.compiler.is_compiling():
+    if t is None or decomposition.exporting() or torch.compiler.is_compiling() or dispatch.functionalizing():
         return t
     t = t.to(torch.promote_types(n.dtype, torch.float32))
     if type(n).__name__ == "DTensor":
@@ -116,6 +114,8 @@ def _modulate_jagged(n: Any, scale: Tensor | None, shift: Tensor | None, dtype: 
     def wide(t: Tensor | None) -> Tensor | None:
         if t is None:
             return None
+        if t.is_nested:
+            return _shared(t.values(), values, "")
         t = t[(None,) * (n.dim() - t.dim())]
         if t.shape[0] == 1:
             return _shared(t[0], values, "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,12 @@ from rmsnorm.functional.fast_path import (
     functorch_active,
     grad_enabled,
     has_gpu,
-    new_spec,
     on_gpu,
+    spec_of,
     train,
 )
+from rmsnorm.functional.options import rms_norm_with_options
 from rmsnorm.ops import doors
-from rmsnorm.spec import NormSpec
 
 _forward = direct.forward
 _count_change = torch.autograd.graph.increment_version  # the operator does not: see autograd's check of what it saved
@@ -43,10 +43,13 @@ def rms_norm(
     normalized_shape: int | Sequence[int] | None = None,
     group_size: int | None = None,
     out: Tensor | None = None,
+    bias: Tensor | None = None,
+    partial: float | None = None,
+    axis: int | None = None,
 ) -> Tensor:
     """Root mean square normalisation over the trailing dimensions that `weight` spans.
 
-        y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)
+        y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset) + bias
 
     >>> x = torch.tensor([[3.0, 4.0]])
     >>> rms_norm(x, torch.tensor([1.0, 0.5]))
@@ -65,6 +68,11 @@ def rms_norm(
         normalized_shape: the trailing dimensions to normalise over, if weight does not say; the last one by default.
         group_size: how many consecutive elements of a row share their statistics; it divides d. None means all of them.
         out: receives the result; may be x itself. For inference: not together with a gradient.
+        bias: of the weight's shape, added before the last rounding. A rounding other than "once" rounds the product
+            before that too.
+        partial: how many of the first elements the mean is of, or which share of them (up to the next
+            integer): pRMSNorm. All elements are scaled.
+        axis: the dimension to normalise over, if it is not the last: 1 for the channels of images. y lies as x does.
 
     Returns:
         y of x's shape, in the dtype that `rounding` says. One row has one answer (docs/numerics.md).
@@ -87,20 +95,22 @@ def rms_norm(
         and not functorch_active()
         and forward_ad._current_level < 0
         and not compiling()
+        and bias is None
+        and partial is None
+        and axis is None
         and (out is None or can_write(out, x, weight))
     ):
         try:
             if out is None and grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
                 if x.is_inference() or (weight is not None and weight.is_inference()):
                     x, weight = dispatch.savable(x, weight)
-                fields = eps, weight_offset, ROUNDING_INDEX[rounding], group_size or 0, 0, False, False, 1.0
-                return train(x, None, None, weight, new_spec(NormSpec, fields))  # type: ignore[no-any-return]
+                return train(x, None, None, weight, spec_of(eps, weight_offset, rounding, group_size))  # type: ignore[no-any-return]
             if group_size is None and out is None:
                 forward = on_gpu.forward if has_gpu and x.is_cuda else _forward
                 if rounding is ONCE and weight_offset == 0.0:
                     return forward(x, weight, eps)  # type: ignore[no-any-return]
                 return forward(x, weight, eps, weight_offset, ROUNDING_INDEX[rounding])  # type: ignore[no-any-return]
-            spec = NormSpec(eps, weight_offset, ROUNDING_INDEX[rounding], group_size or 0)
+            spec = spec_of(eps, weight_offset, rounding, group_size)
             if out is None:
                 return doors.forward(x, None, weight, spec)
             doors.forward_out(x, None, weight, out, spec)
@@ -113,9 +123,35 @@ def rms_norm(
         checked.explain(refusal, (x, None, None, weight, out), eps, **options)
     options = {"weight_offset": weight_offset, "rounding": rounding, "group_size": group_size}
     if checked.is_proxy(x):
-        options |= {"normalized_shape": normalized_shape, "out": out}
+        options |= {"normalized_shape": normalized_shape, "out": out, "bias": bias, "partial": partial, "axis": axis}
         return handle_torch_function(rms_norm, (x,), x, weight, eps, **options)
+    if not (bias is None and partial is None and axis is None):
+        return rms_norm_with_options(x, weight, eps, normalized_shape, out, bias, partial, axis, **options)
     spec = checked.spec_of(x, eps, **options)
     if out is not None:
         return checked.write_out(out, x, None, weight, spec, normalized_shape)
     return checked.normalize(x, None, None, weight, spec, normalized_shape)[0]
+
+
+def with_options(eps: float, weight_offset: float, rounding: str) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """`rms_norm` of these options, for a caller that knows x and weight to fit together: nothing is asked twice."""
+    given: Any = {"eps": eps, "weight_offset": weight_offset, "rounding": rounding}
+    options: tuple[float, ...] = (eps, weight_offset, ROUNDING_INDEX[rounding])
+    if rounding == ONCE and weight_offset == 0.0:
+        options = options[:1]  # the rest is as by default, which costs less
+
+    def call(x: Tensor, weight: Tensor | None) -> Tensor:
+        if (
+            type(x) is Tensor
+            and (weight is None or (type(weight) in TENSORS and weight.dtype is not FLOAT64))
+            and x.dtype is not FLOAT64
+            and not (has_gpu and x.is_cuda)
+            and not functorch_active()
+            and forward_ad._current_level < 0
+            and not compiling()
+            and not (grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)))
+        ):
+            return _forward(x, weight, *options)  # type: ignore[no-any-return]
+        return rms_norm(x, weight, **given)
+
+    return call

@@ -15,11 +15,10 @@ from rmsnorm.functional.fast_path import (
     grad_enabled,
     has_gpu,
     is_common,
-    new_spec,
     on_gpu,
+    spec_of,
     train,
 )
-from rmsnorm.spec import NormSpec
 
 
 def add_rms_norm(
@@ -74,8 +73,7 @@ def add_rms_norm(
             ):
                 if weight is not None and weight.is_inference():
                     (weight,) = dispatch.savable(weight)
-                spec = new_spec(NormSpec, (eps, weight_offset, ROUNDING_INDEX[rounding], 0, 0, False, False, 1.0))
-                return train(x, residual, None, weight, spec)  # type: ignore[no-any-return]
+                return train(x, residual, None, weight, spec_of(eps, weight_offset, rounding))  # type: ignore[no-any-return]
             add_forward = (on_gpu if has_gpu and x.is_cuda else direct).add_forward
             if weight_offset == 0.0 and rounding == "once":
                 y, h, _ = add_forward(x, residual, weight, eps)

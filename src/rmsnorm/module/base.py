@@ -56,22 +56,22 @@ class Norm(nn.Module):
 
     # PyTorch makes a new parameter, without the attributes of the old, where it copies, unpickles, moves or assigns.
 
-    def _mark_weight(self) -> None:
-        weight = self._parameters.get("weight")
-        if weight is not None and hasattr(self, "sequence_parallel"):
-            weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+    def _mark_parameters(self) -> None:
+        for parameter in self._parameters.values():
+            if parameter is not None and hasattr(self, "sequence_parallel"):
+                parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
-        self._mark_weight()
+        self._mark_parameters()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._mark_weight()
+        self._mark_parameters()
 
     def _apply(self: Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self._mark_weight()
+        self._mark_parameters()
         return self
 
     @classmethod

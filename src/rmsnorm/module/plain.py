@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rmsnorm import checked
 from rmsnorm.functional import add_rms_norm, rms_norm
 from rmsnorm.module.base import Norm
-from rmsnorm.spec import check_shape
+from rmsnorm.spec import check_flag, check_partial, check_shape, is_integer
 
 
 class RMSNorm(Norm):
@@ -32,6 +32,8 @@ class RMSNorm(Norm):
         rounding: "once", "before_scale" (Llama, Qwen) or "weight_dtype" (T5); see `rms_norm`.
         group_size: how many consecutive elements share their statistics; it divides dim. None means all of them.
         sum, alpha: of `add_rms_norm`, for calls with a residual.
+        bias: whether there is a bias, added after the weight.
+        partial, axis: as for `rms_norm`; these and a bias are not offered with a residual.
         memory_efficient: training keeps y instead of x, which the next layer mostly keeps anyway. x is rebuilt from y,
             to within y's own rounding; where a gain is (nearly) zero x is kept after all. First derivatives only; not
             with groups.
@@ -49,8 +51,12 @@ class RMSNorm(Norm):
     group_size: int | None
     sum: str
     alpha: float
+    bias: nn.Parameter | None
+    partial: float | None = None
+    axis: int | None = None
     memory_efficient: bool
     sequence_parallel: bool
+    _extended: bool = False  # whether calls need more than the options of `add_rms_norm`
     _defaults: ClassVar[dict[str, Any]] = {
         "elementwise_affine": True,
         "weight_offset": 0.0,
@@ -58,6 +64,8 @@ class RMSNorm(Norm):
         "group_size": None,
         "sum": "rounded",
         "alpha": 1.0,
+        "partial": None,
+        "axis": None,
         "memory_efficient": False,
         "sequence_parallel": False,
     }
@@ -73,6 +81,9 @@ class RMSNorm(Norm):
         group_size: int | None = None,
         sum: str = "rounded",  # noqa: A002 - as in add_rms_norm
         alpha: float = 1.0,
+        bias: bool = False,
+        partial: float | None = None,
+        axis: int | None = None,
         memory_efficient: bool = False,
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
@@ -84,13 +95,27 @@ class RMSNorm(Norm):
         options |= {"sum": sum, "alpha": alpha}
         flags = {"elementwise_affine": elementwise_affine, "memory_efficient": memory_efficient}
         flags |= {"sequence_parallel": sequence_parallel}
-        if memory_efficient and group_size is not None:
-            raise ValueError("memory_efficient=True is not offered with group_size")
+        for name, value in (("group_size", group_size), ("bias", bias or None), ("partial", partial), ("axis", axis)):
+            if memory_efficient and value is not None:
+                raise ValueError(f"memory_efficient=True is not offered with {name}")
+        check_flag(bias, "bias")
+        check_partial(partial, torch.Size(self.normalized_shape).numel())
+        if partial is not None and group_size is not None:
+            raise ValueError("partial is not offered with group_size")
+        if axis is not None and (not is_integer(axis) or len(self.normalized_shape) > 1):
+            raise ValueError(f"axis must be an integer, where dim is one too, got {axis!r} and {dim!r}")
+        self.partial, self.axis = partial, axis
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype)) if bias else None
+        )
+        self._extended = bias or partial is not None or axis is not None
         self._set_up(self.normalized_shape, eps, options, flags, device, dtype)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Y of x's shape (*, dim); with a residual of that shape, y and h = x + residual."""
         weight = self.weight  # once: a module looks long for its parameters
+        if self._extended:
+            return self._normalize_with_options(x, residual, weight)
         if residual is not None:
             return add_rms_norm(
                 x,
@@ -122,6 +147,32 @@ class RMSNorm(Norm):
             normalized_shape=self.normalized_shape if weight is None else None,
             group_size=self.group_size,
         )
+
+    def _normalize_with_options(self, x: Tensor, residual: Tensor | None, weight: nn.Parameter | None) -> Tensor:
+        if residual is not None:
+            raise ValueError("a residual is not offered with bias, partial and axis")
+        return rms_norm(
+            x,
+            weight,
+            self.eps,
+            weight_offset=self.weight_offset,
+            rounding=self.rounding,
+            normalized_shape=self.normalized_shape if weight is None and self.axis is None else None,
+            group_size=self.group_size,
+            bias=self.bias,
+            partial=self.partial,
+            axis=self.axis,
+        )
+
+    def reset_parameters(self) -> None:
+        """The gain, weight + weight_offset, starts at one, and the bias at zero."""
+        super().reset_parameters()
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        """The size, eps and every option that is not the default."""
+        return super().extra_repr() + ("" if self.bias is None else ", bias=True")
 
     def _shape_text(self) -> str:
         return str(self.normalized_shape[0] if len(self.normalized_shape) == 1 else self.normalized_shape)

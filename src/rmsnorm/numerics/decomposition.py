@@ -95,7 +95,7 @@ def tangent(
         du = _sum(None if du is None else du * act, None if dact is None else u * dact)
         u = u * act
     x_hat, rstd = _x_hat(u, spec)
-    dx_hat = None if du is None else _project(du, x_hat, rstd, spec)
+    dx_hat = None if du is None else _project(du, x_hat, rstd, spec, transposed=False)
     y, dy = x_hat, dx_hat
     if weight is not None:
         scale = reference.gain(weight, spec.weight_offset, compute)
@@ -118,7 +118,7 @@ def _is_one_operator(x: Tensor, weight: Tensor | None, spec: NormSpec) -> bool:
 
     That one rounds a 16-bit x_hat before the weight multiplies it, by the standard, and after it in onnxruntime.
     """
-    plain = spec.group_size in (0, x.shape[-1]) and (weight is None or weight.dtype == x.dtype)
+    plain = spec.group_size in (0, x.shape[-1]) and not spec.partial and (weight is None or weight.dtype == x.dtype)
     return plain and x.dtype in (torch.float32, torch.float64)
 
 
@@ -132,12 +132,12 @@ def _x_hat(u: Tensor, spec: NormSpec) -> tuple[Tensor, Tensor]:
     """u / rms(u), in u's shape, and 1 / rms(u) of each row, or of each group, which `reference.groups` has."""
     if exporting():  # the formula as it is read
         grouped = reference.groups(u, spec)
-        rms = torch.sqrt(grouped.square().mean(-1, keepdim=True) + spec.eps)
+        rms = torch.sqrt(reference.counted(grouped, spec).square().mean(-1, keepdim=True) + spec.eps)
         return reference.ungrouped(grouped / rms, spec), 1.0 / rms
     grouped = reference.groups(u, spec)
-    scale = _scale(grouped, spec.eps)
+    scale = _scale(reference.counted(grouped, spec), spec.eps)
     scaled = grouped * scale
-    rms = torch.sqrt(scaled.square().mean(-1, keepdim=True) + spec.eps * scale * scale)
+    rms = torch.sqrt(reference.counted(scaled, spec).square().mean(-1, keepdim=True) + spec.eps * scale * scale)
     return reference.ungrouped(scaled / rms, spec), scale / rms
 
 
@@ -149,9 +149,17 @@ def _scale(u: Tensor, eps: float) -> Tensor:
     return torch.exp2(-torch.log2(largest.clamp(floor, 2.0**limit)).floor())
 
 
-def _project(v: Tensor, x_hat: Tensor, rstd: Tensor, spec: NormSpec) -> Tensor:
-    """The derivative of u / rms(u), which is symmetric, applied to v: rstd * (v - x_hat * mean(v * x_hat))."""
+def _project(v: Tensor, x_hat: Tensor, rstd: Tensor, spec: NormSpec, *, transposed: bool = True) -> Tensor:
+    """The derivative of u / rms(u) applied to v: rstd * (v - x_hat * mean(v * x_hat)).
+
+    It is symmetric, but for partial statistics: `transposed` is what gradients need, and tangents do not.
+    """
     v, x_hat = reference.groups(v, spec), reference.groups(x_hat, spec)
+    if spec.partial:
+        counts = torch.arange(v.shape[-1], device=v.device) < spec.partial
+        if transposed:
+            return rstd * (v - x_hat * counts * ((v * x_hat).sum(-1, keepdim=True) / spec.partial))
+        return rstd * (v - x_hat * ((v * x_hat * counts).sum(-1, keepdim=True) / spec.partial))
     return reference.ungrouped(rstd * (v - x_hat * (v * x_hat).mean(-1, keepdim=True)), spec)
 
 

@@ -59,7 +59,7 @@ def _normalize(
     rounded: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The norm of u, which may be wider than x; `rounded`: to its result's dtype."""
-    rstd = rows.inverse_rms(groups(u, spec), spec.eps)
+    rstd = rows.inverse_rms(counted(groups(u, spec), spec), spec.eps)
     x_hat = ungrouped(groups(u, spec).to(rstd.dtype) * rstd, spec)
     y = round_x_hat(x_hat, x_dtype, weight, spec)
     if weight is not None:
@@ -111,7 +111,7 @@ def input_gradients(
     v  = dy * gain
     c  = fixed_sum(v * u)
     k  = rstd * c * (1/d)                      in float64, then rounded; this is mean(v * x_hat)
-    du = rstd * (v - x_hat * k)  [+ dh]
+    du = rstd * (v - x_hat * k)  [+ dh]        with partial statistics, k is times 0 where elements do not count
     """
     compute = rstd.dtype
     wide, g = x.to(compute), dy.to(compute)
@@ -127,7 +127,9 @@ def input_gradients(
         g = g * act
     v = groups(g if scale is None else g * scale, spec)
     u = groups(u, spec)
-    k = (rstd.double() * row_dot(v, u, rows) * (1.0 / rows.length(u))).to(compute)
+    k = (rstd.double() * row_dot(v, u, rows) * (1.0 / rows.length(counted(u, spec)))).to(compute)
+    if spec.partial:
+        k = k * (torch.arange(x.shape[-1], device=x.device) < spec.partial)
     dx = ungrouped(rstd * (v - groups(x_hat, spec) * k), spec)
     if act is not None and slope is not None and spec.gate_first:
         dx, dgate = dx * act, (dx * wide) * slope
@@ -153,6 +155,11 @@ def groups(t: Tensor, spec: NormSpec) -> Tensor:
 def ungrouped(t: Tensor, spec: NormSpec) -> Tensor:
     """What `groups` made, as it was."""
     return t.reshape(*t.shape[:-2], t.shape[-2] * t.shape[-1]) if spec.group_size else t
+
+
+def counted(t: Tensor, spec: NormSpec) -> Tensor:
+    """The elements that the statistics are of."""
+    return t[..., : spec.partial] if spec.partial else t
 
 
 def gain(weight: Tensor, weight_offset: float, compute: torch.dtype) -> Tensor:

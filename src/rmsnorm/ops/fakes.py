@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rmsnorm import checks
 from rmsnorm.numerics import reference
-from rmsnorm.ops.fallback import Gradients, check
+from rmsnorm.ops.fallback import Gradients, check, partial_spec
 from rmsnorm.ops.layouts import like, rstd_like, shared_shape
 from rmsnorm.spec import NormSpec
 
@@ -135,6 +135,10 @@ def _dweight(x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[-1], dtype=rstd.dtype if weight is None else weight.dtype)
 
 
+def several_forward(xs: list[Tensor], weights: list[Tensor | None], *options: Any) -> list[Tensor]:
+    return [forward(x, weight, *options) for x, weight in zip(xs, weights, strict=True)]
+
+
 def modulated_forward(x: Tensor, *arguments: Any) -> Tensor:
     return modulated_forward_train(x, *arguments)[0]
 
@@ -175,6 +179,22 @@ def rotary_forward_out(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tenso
 
 
 def rotary_backward(
+    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, *options: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    need_dx, need_dweight = options[-2:]
+    return like(x, x.dtype) if need_dx else None, _dweight(x, rstd, weight) if need_dweight else None
+
+
+def partial_forward(x: Tensor, weight: Tensor | None, *options: Any) -> Tensor:
+    return _y(x, None, weight, partial_spec(*options))
+
+
+def partial_forward_train(x: Tensor, weight: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    spec = partial_spec(*options)
+    return _y(x, None, weight, spec), rstd_like(x, spec)
+
+
+def partial_backward(
     dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, *options: Any
 ) -> tuple[Tensor | None, Tensor | None]:
     need_dx, need_dweight = options[-2:]

@@ -19,7 +19,7 @@ from rmsnorm.numerics import blocks, modulation, reference
 from rmsnorm.numerics.rotation import Rotation, rotate, rotate_back
 from rmsnorm.numerics.stages import add_residual
 from rmsnorm.ops.layouts import laid_out_like, shared_shape
-from rmsnorm.spec import NormSpec, check_eps, check_group_size, check_number
+from rmsnorm.spec import NormSpec, check_eps, check_group_size, check_number, check_partial
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -56,6 +56,7 @@ def check(x: Tensor, weight: Tensor | None, spec: NormSpec, *, gate: Tensor | No
     check_number(spec.weight_offset, "weight_offset")
     if spec.group_size:
         check_group_size(spec.group_size, x.shape[-1])
+    check_partial(spec.partial or None, x.shape[-1])
     if gate is not None:
         checks.check_gate(gate, x)
 
@@ -197,6 +198,10 @@ def _write(out: Tensor, x: Tensor, weight: Tensor | None, y: Tensor) -> None:
     out.copy_(y)
 
 
+def several_forward(xs: list[Tensor], weights: list[Tensor | None], *options: Any) -> list[Tensor]:
+    return [forward(x, weight, *options) for x, weight in zip(xs, weights, strict=True)]
+
+
 def modulated_forward(x: Tensor, *arguments: Any) -> Tensor:
     return modulated_forward_train(x, *arguments)[0]
 
@@ -268,3 +273,27 @@ def rotary_backward(
     norm_backward = torch.ops.rmsnorm.backward if x.is_cuda and x.dtype != torch.float64 else backward
     dx, dweight = norm_backward(dn, x, rstd, weight, weight_offset, None, None, need_dx, need_dweight)
     return dx, dweight
+
+
+def partial_forward(x: Tensor, *arguments: Any) -> Tensor:
+    return partial_forward_train(x, *arguments)[0]
+
+
+@_or_on_the_cpu
+def partial_forward_train(x: Tensor, weight: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    return _normalize(x, None, weight, partial_spec(*options))
+
+
+@_or_on_the_cpu
+def partial_backward(
+    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, *options: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    weight_offset, partial, need_dx, need_dweight = options
+    spec = partial_spec(0.0, weight_offset, 0, partial)
+    dx, _, dweight = _rows_of(x).backward(dy, x, None, rstd, weight, None, spec, need_dweight)
+    return laid_out_like(x, dx) if need_dx else None, dweight
+
+
+def partial_spec(eps: float, weight_offset: float, rounding: int, partial: int) -> NormSpec:
+    """Of a norm whose options these are."""
+    return NormSpec(eps, weight_offset, rounding, partial=partial)

@@ -10,10 +10,10 @@ from rmsnorm.spec import NormSpec
 
 
 def like(x: Tensor, dtype: torch.dtype, device: str | None = None) -> Tensor:
-    """Laid out as x if x is dense with adjacent columns, else contiguous; csrc/ops/tensors.h does the same."""
+    """Laid out as x if x is dense, else contiguous; csrc/ops/tensors.h does the same."""
     # Keeps the strides of a dense tensor, and of no other.
     made = torch.empty_like(x, dtype=dtype, device=device)
-    if made.stride() == x.stride() and (x.stride(-1) == 1 or x.shape[-1] == 1):
+    if made.stride() == x.stride():
         return made
     return torch.empty_like(x, dtype=dtype, device=device, memory_format=torch.contiguous_format)
 

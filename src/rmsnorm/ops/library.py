@@ -35,6 +35,10 @@ residual_forward(Tensor x, Tensor residual, Tensor? weight, float eps, float wei
 norm_add_forward(Tensor x, Tensor residual, Tensor? weight, float eps, float weight_offset=0.0, int rounding=0) -> (Tensor h, Tensor rstd)
 norm_add_norm_forward(Tensor x, Tensor residual, Tensor? weight, Tensor? next_weight, float eps, float next_eps, float weight_offset=0.0, int rounding=0) -> (Tensor y, Tensor h, Tensor rstd, Tensor next_rstd)
 gated_backward(Tensor dy, Tensor x, Tensor? gate, Tensor rstd, Tensor? weight, Tensor? dh, float weight_offset, int group_size, int activation, bool gate_first, bool need_dx, bool need_dgate, bool need_dweight) -> (Tensor? dx, Tensor? dgate, Tensor? dweight)
+partial_forward(Tensor x, Tensor? weight, float eps, float weight_offset, int rounding, int partial) -> Tensor
+partial_forward_train(Tensor x, Tensor? weight, float eps, float weight_offset, int rounding, int partial) -> (Tensor y, Tensor rstd)
+partial_backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, float weight_offset, int partial, bool need_dx, bool need_dweight) -> (Tensor? dx, Tensor? dweight)
+several_forward(Tensor[] xs, Tensor?[] weights, float eps, float weight_offset=0.0, int rounding=0) -> Tensor[]
 modulated_forward(Tensor x, Tensor? weight, Tensor? scale, Tensor? shift, float eps, float weight_offset=0.0, int rounding=0) -> Tensor
 modulated_forward_train(Tensor x, Tensor? weight, Tensor? scale, Tensor? shift, float eps, float weight_offset=0.0, int rounding=0) -> (Tensor y, Tensor rstd)
 modulated_backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, Tensor? scale, float weight_offset, int rounding, int shared, bool need_dx, bool need_dweight, ScalarType? dscale_dtype, ScalarType? dshift_dtype) -> (Tensor? dx, Tensor? dweight, Tensor? dscale, Tensor? dshift)
@@ -73,6 +77,7 @@ def _load() -> Status:
         raise ValueError("RMSNORM_ISA=" + str(error).splitlines()[0].partition("RMSNORM_ISA=")[2]) from None
 
 
+_FLOAT64, _compiling = torch.float64, torch.compiler.is_compiling  # looked up once: every call asks
 _status = _load()
 _library = torch.library.Library("rmsnorm", "FRAGMENT")
 
@@ -124,7 +129,7 @@ class Operators:
         for name, op in vars(self.traced).items():
             _library.impl(name, getattr(fallback, name), "CompositeExplicitAutograd")
             torch.library.register_fake(f"rmsnorm::{name}", getattr(fakes, name), lib=_library)
-            if not op._schema.is_mutable:
+            if not op._schema.is_mutable and name != "several_forward":  # under vmap each goes by itself
                 torch.library.register_vmap(f"rmsnorm::{name}", vmap.rule(op), lib=_library)
                 _library.impl(name, vmap.older_rule(op), "Batched")
             if not _status.compiled:
@@ -135,11 +140,11 @@ class Operators:
 
     def __call__(self, x: Tensor) -> SimpleNamespace:
         """Those for x. The kernels know no float64, which the reference computes on every device."""
-        if x.dtype == torch.float64:
+        if x.dtype is _FLOAT64:
             return self.reference
         if self.distributed is not None and type(x).__name__ == "DTensor":
             return self.distributed
-        if torch.compiler.is_compiling():
+        if _compiling():
             return self.traced
         return self.gpu if x.is_cuda else self.direct
 

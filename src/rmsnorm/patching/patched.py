@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rmsnorm import functional
+from rmsnorm.functional import plain
 from rmsnorm.patching import layout
 from rmsnorm.patching.convention import Convention
 from rmsnorm.patching.dependencies import subclass
@@ -58,6 +59,8 @@ class Proof:
         self.call: Callable[..., Tensor] = convention.apply
         if convention.activation is None and self.width is not None and weight_shape == shape:
             self.call = functools.partial(functional.rms_norm, eps=convention.eps, **convention.options)
+            if convention.group_size is None and type(convention.eps) is float:
+                self.call = plain.with_options(convention.eps, convention.weight_offset, convention.rounding)
 
     def __reduce__(self) -> Any:
         return Proof, (self.convention, self.watch, self.weight_shape, self.layout, self.device)
