@@ -87,7 +87,7 @@ std::tuple<Optional, Optional> rotary_backward(const Tensor& dy_given, const Ten
     const rmsnorm::Kernels& kernels = table();
 
     const int64_t scratch_floats = rmsnorm::rotated_scratch(cols);
-    const Tiles tiles(rows, cols, {&dy, &x});
+    const Tiles tiles(rows, cols, {&dy, &x, dx ? &*dx : &x});
     auto work = [&](int64_t begin, int64_t end, rmsnorm::Vector dweight, float* scratch) {
         tiles.for_each(layout, begin, end, scratch + scratch_floats, [&](Tile& tile) {
             const Layout::Run& run = tile.run();

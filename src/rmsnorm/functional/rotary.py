@@ -216,7 +216,7 @@ def _rotate_jagged(
             raise ValueError(f"{name} must be jagged as x is, of shape {tuple(x.shape)}, got {tuple(t.shape)}")
         values.append(t.values() if t.is_nested else t)
     rotation = _check(x.values(), *values, *options)
-    y = _rotated(x.values(), weight, *values, spec, rotation, dims)
+    y = _rotated(x.values(), weight, values[0], values[1], spec, rotation, dims)
     return nested_tensor_from_jagged(y, x.offsets(), jagged_dim=x._ragged_idx)
 
 

@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rmsnorm import checks
 from rmsnorm.functional import qk_norm_rotary
 from rmsnorm.module.plain import RMSNorm
+from rmsnorm.numerics.rotation import ROTARY_ROUNDINGS
+from rmsnorm.spec import check_choice, check_flag
 
 
 class QKNormRotary(nn.Module):
@@ -45,11 +48,12 @@ class QKNormRotary(nn.Module):
         options: Any = {"weight_offset": weight_offset, "rounding": rounding, "device": device, "dtype": dtype}
         self.q_norm = RMSNorm(head_dim, eps, elementwise_affine=elementwise_affine, **options)
         self.k_norm = RMSNorm(head_dim, eps, elementwise_affine=elementwise_affine, **options)
-        # They are checked by running: what is wrong is said here, not in the middle of a model.
-        angles = torch.ones((head_dim if rotary_dim is None else rotary_dim,), device="meta")
-        self.rotary: dict[str, Any] = {"interleaved": interleaved, "rotary_rounding": rotary_rounding}
-        self.rotary["rotary_dim"] = rotary_dim
-        qk_norm_rotary(*[torch.ones(head_dim, device="meta")] * 2, None, None, angles, angles, **self.rotary)
+        checks.check_rotary_dim(rotary_dim, torch.empty(head_dim, device="meta"))
+        check_flag(interleaved, "interleaved")
+        check_choice(rotary_rounding, "rotary_rounding", ROTARY_ROUNDINGS)
+        self.rotary: dict[str, Any] = {
+            "rotary_dim": rotary_dim, "interleaved": interleaved, "rotary_rounding": rotary_rounding
+        }  # fmt: skip
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """q and k, of shapes (*, head_dim), normalised and rotated."""

@@ -165,9 +165,7 @@ def modulated_backward(
     )
 
 
-def rotary_forward(
-    x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, *options: Any
-) -> tuple[Tensor, Tensor]:
+def rotary_forward(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     spec, (rotary_dim, *_) = NormSpec(*options[:3]), options[3:]
     if any(t.is_meta for t in (x, cos, sin)):
         checks.check_angles(cos, sin, x, checks.check_rotary_dim(rotary_dim, x))

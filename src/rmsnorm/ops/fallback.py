@@ -244,9 +244,7 @@ def modulated_backward(
 
 
 @_or_on_the_cpu
-def rotary_forward(
-    x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, *options: Any
-) -> tuple[Tensor, Tensor]:
+def rotary_forward(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     spec, rotation = NormSpec(*options[:3]), Rotation(*options[3:])
     checks.check_angles(cos, sin, x, checks.check_rotary_dim(rotation.dim, x))
     if x.is_cuda and x.dtype != torch.float64:  # which may have kernels for the norm
