@@ -158,8 +158,8 @@ class Broadcast {
         : view_(View(given, name).packed()), strides_(static_cast<size_t>(x.dim), 0) {
         const int64_t missing = x.dim - view_.dim;
         bool fits = missing >= 0 && view_.cols() == cols;
-        for (int64_t d = 0; fits && d < view_.dim; ++d) {
-            const bool repeated = view_.sizes[d] == 1 && d + 1 < view_.dim;
+        for (int64_t d = 0; fits && d < view_.dim - 1; ++d) {
+            const bool repeated = view_.sizes[d] == 1;
             fits = repeated || view_.sizes[d] == x.sizes[missing + d];
             strides_[missing + d] = repeated ? 0 : view_.strides[d];
         }

@@ -97,10 +97,10 @@ def norm_then_add_norm(x: Tensor, residual: Tensor, weight: Tensor, next_weight:
 
 def rotated(norm: Callable[..., Tensor], x: Tensor, weight: Tensor, **options: Any) -> Tensor:
     """By angles that the width alone says, in x's dtype or in float32."""
-    cols = x.shape[-1]
+    cols, device = (x.shape[-1], x.device) if isinstance(x, Tensor) else (COLS, None)
     width = options.get("rotary_dim", cols) // options.pop("columns_to_an_angle")
-    angles = torch.linspace(-3, 3, width, dtype=torch.float32, device=x.device)
-    dtype = torch.float32 if options["rotary_rounding"] == "once" else x.dtype
+    angles = torch.linspace(-3, 3, width, dtype=torch.float32, device=device)
+    dtype = torch.float32 if options["rotary_rounding"] == "once" or device is None else x.dtype
     return norm(x, weight, angles.cos().to(dtype), angles.sin().to(dtype), **options)
 
 
@@ -112,12 +112,23 @@ def norm_then_rotation(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
     return rotated(norm_then_angles, x, weight, **options)
 
 
+def angles_of_rows(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    return rms_norm_rotary(x, weight, cos, sin, **options)
+
+
+def angles_of_rows_by_steps(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    return norm_then_angles(x, weight, cos, sin, **options)
+
+
 def norm_then_angles(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Tensor:
     """Pairs as complex numbers have them: each operation rounded to n's dtype, or only the sum."""
     dim = options.pop("rotary_dim", None) or x.shape[-1]
     interleaved, each = options.pop("interleaved", False), options.pop("rotary_rounding", "once") == "each"
     n = rms_norm(x, weight, **options)
-    dtype = n.dtype if each else torch.promote_types(n.dtype, torch.float32)
+    wide = torch.promote_types(n.dtype, torch.float32)
+    dtype = n.dtype if each else wide
+    # As in norm_then_modulate.
+    cos, sin = (expand(t.to(wide), (*n.shape[:-1], t.shape[-1])) for t in (cos, sin))
     pairs = (-1, (dim // 2, 2)) if interleaved else (-1, (2, dim // 2))
     place = -1 if interleaved else -2
     turned, rest = n.split((dim, n.shape[-1] - dim), -1)
@@ -161,7 +172,7 @@ _ROWS = (
             ("rotary part", {"rotary_rounding": "each", "columns_to_an_angle": 2, "rotary_dim": 2}, {}),
         )
     ),
-    ("rotary angles", rms_norm_rotary, norm_then_angles, ("x", "cos", "sin"), ("weight",), {}, {}),
+    ("rotary angles", angles_of_rows, angles_of_rows_by_steps, ("x", "cos", "sin"), ("weight",), {}, {}),
 )
 _ROWS += (
     ("modulation", modulated_rms_norm, norm_then_modulate, ("x", "scale", "shift"), ("weight",), {}, {}),

@@ -43,7 +43,7 @@ def all_same(found, expected):
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize(("x_dtype", "dtype"), itertools.product(FLOATS, FLOATS))
+@pytest.mark.parametrize(("x_dtype", "dtype"), list(itertools.product(FLOATS, FLOATS)))
 def test_heads_before_tokens_and_after_in_every_rotation(x_dtype, dtype, rounding):
     options = itertools.product((1, 2), (False, True), ("once", "each"), (DIM, DIM - 6))
     for place, interleaved, each, dim in options:

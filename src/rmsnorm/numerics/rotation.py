@@ -55,13 +55,20 @@ def _turn(n: Tensor, cos: Tensor, sin: Tensor, rotation: Rotation, back: bool) -
         first, second = a * cos_a + b * sin_b, b * cos_b - a * sin_a
     else:
         first, second = a * cos_a - b * sin_a, b * cos_b + a * sin_b
-    o = torch.stack((first, second), -1).flatten(-2) if rotation.interleaved else torch.cat((first, second), -1)
+    o = (
+        torch.stack((first, second), -1).reshape(turned.shape)
+        if rotation.interleaved
+        else torch.cat((first, second), -1)
+    )
     o = o.to(n.dtype)
     return o if rest is None else torch.cat((o, rest), -1)
 
 
 def _pairs(t: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-    a, b = t.unflatten(-1, (-1, 2)).unbind(-1) if rotation.interleaved else t.chunk(2, dim=-1)
+    if rotation.interleaved:  # by reshape: the older vmap has no rule for unflatten
+        a, b = t.reshape(*t.shape[:-1], t.shape[-1] // 2, 2).unbind(-1)
+    else:
+        a, b = t.chunk(2, dim=-1)
     return a, b
 
 
