@@ -57,6 +57,7 @@ bench: $(VENV)/.package
 # What is said of speed: docs/benchmarks.md, the README's table and the picture, from benchmarks/results.
 results: $(VENV)/.package
 	$(BIN)/python -m benchmarks.report
+	$(BIN)/python -m benchmarks.gains
 
 # This checkout beside another commit; fails where it is slower beyond the noise. Nothing else should run.
 AGAINST ?= HEAD

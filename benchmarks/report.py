@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import matplotlib as mpl
 
+from benchmarks import training_table
 from rmsnorm.cli.bench import plot
 from rmsnorm.cli.bench.lines import read
 from rmsnorm.cli.bench.measure import COPY, NCNN, OURS, OURS_IN_PLACE, OURS_OUT
@@ -251,6 +252,7 @@ def page() -> str:
         "",
         *gated_table(),
     ]
+    lines += ["", "## A whole model's training step", "", wrapped(training_table.words()), "", *training_table.table()]
     lines += ["", "## Where another kernel is faster", "", *lead_table()]
     return "\n".join(lines) + "\n"
 

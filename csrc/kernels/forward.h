@@ -88,26 +88,35 @@ inline bool rows_are_adjacent(const Forward& f) {
            adjacent(f.addend) && adjacent(f.scale) && adjacent(f.shift);
 }
 
-// n of a row in float32, or of as many adjacent rows as make a piece, for a stage after.
+// n in float32 for a stage after: of a piece of a row, or of as many adjacent rows as make one.
 template <class U, class XHat>
 class Normed {
   public:
     Normed(After after, const Forward& f) : after_(after), f_(f), joins_(rows_are_adjacent(f)) {}
 
     RMSNORM_NOINLINE void add(int64_t r, const U* u, float rstd, const float* gain, const U* read_later) {
+        if (f_.cols > piece_cols && !f_.cos.given) return add_pieces(r, u, rstd, gain, read_later);
         if (!joins_ || filled_ + f_.cols > piece_cols) finish();
         if (filled_ == 0) first_ = r;
         scale_row<U, float, XHat, false>(u, rstd, gain, f_.scratch + filled_, f_.cols, read_later);
         filled_ += f_.cols;
     }
     void finish() {
-        const int64_t piece = f_.cos.given ? f_.cols : piece_cols;
-        for (int64_t i = 0; i < filled_; i += piece)
-            after_(f_, first_, i, filled_ - i < piece ? filled_ - i : piece, f_.scratch + i);
+        if (filled_) after_(f_, first_, 0, filled_, f_.scratch);
         filled_ = 0;
     }
 
   private:
+    void add_pieces(int64_t r, const U* u, float rstd, const float* gain, const U* read_later) {
+        for (int64_t i = 0; i < f_.cols; i += piece_cols) {
+            const int64_t n = f_.cols - i < piece_cols ? f_.cols - i : piece_cols;
+            // Its second half begins where that of the row does.
+            scale_row<U, float, XHat, false>(u + i, rstd, gain ? gain + i : nullptr, f_.scratch, n,
+                                             read_later + (f_.cols + i - n) / 2);
+            after_(f_, r, i, n, f_.scratch);
+        }
+    }
+
     const After after_;
     const Forward& f_;
     const bool joins_;

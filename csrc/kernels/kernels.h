@@ -142,7 +142,7 @@ inline int64_t rotation_scratch(int64_t cols) { return 4 * cols; }
 inline int64_t forward_scratch(const Forward& f) {
     if (keeps_u(f)) return rows_together(f.cols, sizeof(float)) * f.cols;
     if (f.cos.given) return row_scratch(f.cols) + f.cols + rotation_scratch(f.cols);
-    return f.gate.given || f.addend.given || modulated(f) ? row_scratch(f.cols) : 0;
+    return f.gate.given || f.addend.given || modulated(f) ? piece_cols : 0;
 }
 
 // Rows that go through a gate together in the backward, as float32: enough of them that calls do not cost,

@@ -21,6 +21,7 @@ from rmsnorm.functional import (
 from rmsnorm.module import GatedRMSNorm, ModulatedRMSNorm, QKNormRotary, RMSNorm, RMSNormAdd
 from rmsnorm.patching import Convention, Report, identify, patch, unpatch
 from rmsnorm.patching.convert import fold_offset, unfold_offset
+from rmsnorm.recipes import float32_weights, fold_into_linear, from_offset, param_groups, to_offset
 
 __version__ = _version("rmsnorm")
 
@@ -36,10 +37,14 @@ __all__ = [
     "add_rms_norm",
     "compare_normalization",
     "compile_as",
+    "float32_weights",
+    "fold_into_linear",
     "fold_offset",
+    "from_offset",
     "gated_rms_norm",
     "identify",
     "modulated_rms_norm",
+    "param_groups",
     "patch",
     "qk_norm_rotary",
     "rms_norm",
@@ -47,6 +52,7 @@ __all__ = [
     "rms_norm_add_rms_norm",
     "rms_norm_rotary",
     "rms_norms",
+    "to_offset",
     "unfold_offset",
     "unpatch",
 ]

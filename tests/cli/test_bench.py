@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 from rmsnorm.benchmarking import peers, timing
 from rmsnorm.cli import bench, main
-from rmsnorm.cli.bench import model
+from rmsnorm.cli.bench import contestants, model
 from rmsnorm.cli.bench.contestants import Norm, make_call
 from rmsnorm.cli.bench.judging import find_error
 from rmsnorm.cli.bench.measure import CONTESTANTS, Result
-from rmsnorm.cli.bench.shapes import WHATS, Case, Shape, parse
+from rmsnorm.cli.bench.shapes import DEFAULT_WHATS, WHATS, Case, Shape, parse
 from rmsnorm.cli.bench.tensors import EPS, Inputs
 from rmsnorm.patching.replacing import is_patched
 
@@ -102,6 +102,42 @@ def test_a_wrong_contestant_is_named_and_not_timed(fault, monkeypatch, capsys):
     assert not any("us" in line for line in found if line["status"] == "wrong")
 
 
+def _wrong_scale(q, scale):
+    return q, scale.flip(0)
+
+
+def _cut_off(q, scale):
+    return (q.double() - 0.6 * q.double().sign()).to(torch.int8), scale
+
+
+def _one_bit_less(q, scale):
+    return (q // 2).to(torch.int8), scale * 2
+
+
+@pytest.mark.parametrize("spoil", [_wrong_scale, _cut_off, _one_bit_less])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wrong_quantised_result_is_named_and_not_timed(spoil, dtype, monkeypatch, capsys):
+    def quantized(x, weight):
+        return spoil(*contestants.quantize(F.rms_norm(x, x.shape[-1:], weight, EPS)))
+
+    monkeypatch.setitem(CONTESTANTS, "naive", lambda case, inputs: Norm(None, quantized=quantized))
+    arguments = [*SMALL, *FAST, "--what", "quantized", "--dtypes", dtype]
+    assert main([*arguments, "--json"]) == 1
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()][1:]
+    states = {(line["contestant"], line["status"]) for line in found}
+    assert states == {("copy", "timed"), ("rmsnorm", "timed"), ("F.rms_norm", "timed"), ("naive", "wrong")}
+
+
+def test_quantised_is_asked_for_by_name(capsys):
+    """It reads a tensor and writes a quarter of one, or half."""
+    assert "quantized" not in DEFAULT_WHATS
+    assert case_of("quantized", 2, 8).bytes_moved(4) == 2 * 8 * 5 + 2 * 4 + 8 * 4
+    assert main([*SMALL, "--contestants", "rmsnorm,rmsnorm out=", "--what", "quantized,forward", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()][1:]
+    assert {line["what"] for line in found if line["contestant"] == "rmsnorm out="} == {"forward"}
+    assert {line["what"] for line in found if line["contestant"] == "rmsnorm"} == {"forward", "quantized"}
+
+
 def test_a_contestant_that_raises_is_missing_with_what_it_raised(monkeypatch, capsys):
     def fails(x, weight):
         raise RuntimeError("no kernel image\nis available")
@@ -119,7 +155,7 @@ def test_every_contest_gets_a_table_of_at_most_80_columns(capsys):
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert "\x1b" not in text
-    for what in WHATS:
+    for what in DEFAULT_WHATS:
         for cache in ("warm", "cold"):
             assert f"{what}, float32, 1 thread, {cache} caches" in text
     assert "llama3-8b" in text

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import rmsnorm
-from rmsnorm.conformance import calling, chosen
+from rmsnorm.conformance import chosen, modules
 from rmsnorm.conformance.calling import understand
 from rmsnorm.conformance.implementation import CannotCheck
 from rmsnorm.conformance.outcome import PASS
@@ -84,4 +84,4 @@ def test_weight_names_go_before_positions():
     module = nn.Module()
     module.register_buffer("other", torch.zeros(4))
     module.weight = nn.Parameter(torch.zeros(4))
-    assert calling.weight_name(module, 4) == "weight"
+    assert modules.weight_name(module, 4) == "weight"

@@ -8,7 +8,7 @@ from rmsnorm import conformance
 from rmsnorm.conformance import CHECKS, chosen
 from rmsnorm.conformance.outcome import FAIL, NOT_APPLICABLE, NOT_PROMISED, PASS
 from tests.conformance import faulty
-from tests.conformance.faulty import around, formula
+from tests.conformance.faulty import around, formula, quantized
 from tests.conformance.suite import SCORED, failing, results
 
 
@@ -64,6 +64,25 @@ def test_what_stands_around_a_norm_is_found_and_not_accused(norm, about, said):
     if "convention" not in said:  # all of them are asked, but those of what it does not have
         answered = {c.name for c in SCORED if c.about == about and found[c.name].verdict == PASS}
         assert len(answered) >= len([c for c in SCORED if c.about == about]) - 2
+
+
+@pytest.mark.parametrize(
+    ("norm", "form"),
+    [
+        (quantized.int8, "* w, in int8 with a scale for each row"),
+        (quantized.exact_norm, "* w, in int8 with a scale for each row"),
+        (quantized.e4m3, "* w, in float8_e4m3fn with a scale for each row"),
+        (quantized.e5m2, "* w, in float8_e5m2 with a scale for each row"),
+        (quantized.blocks_of_32, "* w, in int8 with a scale for each block of 32"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_quantised_norm_is_examined_as_one(norm, form):
+    found = results(norm)
+    assert found["convention"].measured.endswith(form)
+    answered = {c.name: found[c.name].verdict for c in SCORED if c.about == "quantized"}
+    assert set(answered.values()) == {PASS}
+    assert {r.verdict for name, r in found.items() if name not in answered} == {PASS, NOT_APPLICABLE}
 
 
 def test_a_norm_of_bfloat16_alone_is_examined_in_it():

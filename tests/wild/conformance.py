@@ -68,6 +68,10 @@ product: 6 units, 8 before the norm. Gradients have five roundings more than a n
 *Groups* are judged like rows, in sizes that are asked for, or in its own. A norm that always takes
 a residual or a gate is asked everything else with a residual of zeros, or a gate that is wide open.
 
+A norm whose result is *quantised* (a tensor of int8 or float8, and its scales) is asked that alone:
+the scale is amax / qmax within what the norm may be off by, q is the nearest to y / scale, half to
+even. Rows of ones have a norm of exactly the weight, so that ties are known to the bit.
+
 Calls leave nothing behind: sequences of them, in other sizes and dtypes, with weights that changed,
 with backwards in other orders and from several threads, must have the answers that each has alone,
 and results must be their own memory.

@@ -13,6 +13,7 @@ from tests.wild import exact, libraries
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 IMAGES = "not its input's last dimension"
+PIXELS, VOXELS = (f"before_scale, channels of {dims} dimensions" for dims in (4, 5))
 PARTS = "submodules with parameters"
 EXPECTED = {
     "litgpt": {"model.RMSNorm": "weight, once"},
@@ -21,7 +22,12 @@ EXPECTED = {
         "x_transformers.RMSNorm": "g, before_scale",
         "x_transformers.SimpleRMSNorm": "no weight, once",
     },
-    "timm": {"norm.RmsNorm": "weight, once", "norm.RmsNormFp32": "weight, once"},
+    "timm": {
+        "norm.RmsNorm": "weight, once",
+        "norm.RmsNormFp32": "weight, once",
+        "norm.RmsNorm2d": f"weight, {PIXELS}",
+        "norm.RmsNorm2dFp32": "weight, once, channels of 4 dimensions",
+    },
     "diffusers": {
         "normalization.RMSNorm": "weight, weight_dtype",
         "normalization.MochiRMSNorm": "weight, once",
@@ -31,6 +37,13 @@ EXPECTED = {
         "transformer_qwenimage21.QwenImage21ZeroCenterRMSNorm": "weight + 1, once",
         "transformer_stable_audio3.StableAudio3RMSNorm": "gamma, once",
         "text_encoder.RMSNorm": "weight, once",
+        "autoencoder_kl_hunyuanimage_refiner.HunyuanImageRefinerRMS_norm": f"gamma, {PIXELS}",
+        "autoencoder_kl_hunyuanvideo15.HunyuanVideo15RMS_norm": f"gamma, {PIXELS}",
+        "autoencoder_kl_qwenimage.QwenImageRMS_norm": f"gamma, {PIXELS}",
+        "autoencoder_kl_qwenimage21.QwenImage21RMS_norm": f"gamma, {PIXELS}",
+        "autoencoder_kl_wan.WanRMS_norm": f"gamma, {PIXELS}",
+        "autoencoder_kandinsky6_sr.Kandinsky6VAERMSNorm": f"gamma, {VOXELS}",
+        "latent_upscaler_kandinsky6_sr.Kandinsky6SRLatentUpscalerRMSNorm": f"gamma, {VOXELS}",
     },
 }
 REFUSED = {
@@ -41,22 +54,13 @@ REFUSED = {
         "x_transformers.MultiheadRMSNorm": "its gamma of 4x1x64 differs between rows",
     },
     "timm": {
-        "norm.RmsNorm2d": IMAGES,
-        "norm.RmsNorm2dFp32": IMAGES,
         "norm_act.RmsNormAct": "activation",
         "norm_act.RmsNormActFp32": "activation",
         "norm_act.RmsNormAct2d": IMAGES,
         "norm_act.RmsNormAct2dFp32": IMAGES,
     },
     "diffusers": {
-        "autoencoder_kandinsky6_sr.Kandinsky6VAERMSNorm": IMAGES,
-        "autoencoder_kl_hunyuanimage_refiner.HunyuanImageRefinerRMS_norm": IMAGES,
-        "autoencoder_kl_hunyuanvideo15.HunyuanVideo15RMS_norm": IMAGES,
         "autoencoder_kl_ltx2.PerChannelRMSNorm": "other dimensions than the last",
-        "autoencoder_kl_qwenimage.QwenImageRMS_norm": IMAGES,
-        "autoencoder_kl_qwenimage21.QwenImage21RMS_norm": IMAGES,
-        "autoencoder_kl_wan.WanRMS_norm": IMAGES,
-        "latent_upscaler_kandinsky6_sr.Kandinsky6SRLatentUpscalerRMSNorm": IMAGES,
         "normalization.LuminaRMSNormZero": PARTS,
         "transformer_mochi.MochiRMSNormZero": PARTS,
     },
@@ -91,13 +95,20 @@ def assert_replaced(norm, said):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         norm = norm.to(dtype)
         x = torch.randn(4, 3, libraries.WIDTH, generator=generator()).to(dtype)
+        rows = x
+        if convention.dims is not None:  # the rows as the pixels of images, of one pixel's width and depth
+            x = x.view(4, 3, *[1] * (convention.dims - 3), -1).movedim(-1, 1).contiguous()
         own = norm(x)
         assert "" in [entry.name for entry in patch(norm).replaced]
         got = norm(x)
         weight = None if convention.weight is None else getattr(norm, convention.weight).detach().double()
-        wanted = exact.forward(convention, x.double(), weight)
+        wanted = exact.forward(convention, rows.double(), weight)
         assert got.dtype == own.dtype == dtype
-        assert exact.error(got, wanted) <= max(exact.error(own, wanted), 3 * torch.finfo(dtype).eps / 2)
+        errors = [
+            exact.error(t if convention.dims is None else t.movedim(1, -1).reshape(rows.shape), wanted)
+            for t in (got, own)
+        ]
+        assert errors[0] <= max(errors[1], 3 * torch.finfo(dtype).eps / 2)
         unpatch(norm)
         assert torch.equal(norm(x), own)
 

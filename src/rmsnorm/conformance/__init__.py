@@ -1,13 +1,14 @@
 """A conformance suite for anybody's RMSNorm: `rmsnorm check` on the command line, docs/conformance.md for what it asks.
 
-loading.py         from what a user types to an implementation; named.py has the known ones
-calling.py         how a function, class or module is called, found by trying
+loading.py         from what a user types to an implementation; named.py has the known ones, kernels.py those of others
+calling.py         how a function, class or module is called, found by trying; styles.py, modules.py
 implementation.py  what is checked, and what it raises
 form.py            which RMSNorm it is: offset, eps and its place, rounding
 exact.py           what is right
 context.py         an implementation, run beside what is right
 suite.py           the checks in order: accuracy.py, settings.py, inputs.py, sizes.py, gradients.py, graph.py,
-                   calls.py, memory.py, invariance.py
+                   calls.py, memory.py, invariance.py; with what stands around a norm residual.py, gated.py, groups.py;
+                   and quantized.py
 examination.py     all of it together; process.py and worker.py: in a process of its own
 refusal.py         which exceptions are fair
 outcome.py         a check and its result

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rmsnorm.conformance.implementation import CannotCheck, Implementation, Raised
+from rmsnorm.conformance.modules import weight_name, with_weight
 from rmsnorm.conformance.styles import (
     EPS,
     GROUP_COUNTS,
@@ -70,10 +71,22 @@ def _best(candidates: Iterator[Implementation], tried: list[str]) -> Implementat
             tried.append(f"{implementation.calls}: {error}")
             continue
         gains = (weight, weight + 1) if implementation.has_weight else (torch.ones(_WIDTH),)
+        found = replace(implementation, quantized=_is_quantized(implementation, x))
         if any(bool(((got - y * gain).abs() <= _NEAR * (y * gain).abs().max()).all()) for gain in gains):
-            return implementation
-        runs = runs or implementation
+            return found
+        runs = runs or found
     return runs
+
+
+def _is_quantized(implementation: Implementation, x: Tensor) -> bool:
+    weight = torch.ones(_WIDTH) if implementation.has_weight else None
+    for dtype in _TRIED:
+        with contextlib.suppress(Raised):
+            eps = 1e-5 if implementation.takes_eps else None
+            norm = implementation.norm(None if weight is None else weight.to(dtype), eps)
+            norm.quantized(x.to(dtype, copy=True))
+            return True
+    return False
 
 
 def _first_result(implementation: Implementation, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -269,24 +282,3 @@ def _instance(module: nn.Module, name: str) -> Implementation:
     except Raised as error:
         raise CannotCheck(f"{name} could not be called as an RMSNorm; tried {implementation.calls}: {error}") from None
     return implementation
-
-
-def weight_name(module: nn.Module, width: int) -> str | None:
-    """The name of the parameter or buffer that scales: one of the usual names, else the first of the row's size."""
-    own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-    fitting = [name for name, t in own.items() if t is not None and t.numel() == width and t.is_floating_point()]
-    return next((name for name in WEIGHTS if name in fitting), fitting[0] if fitting else None)
-
-
-def with_weight(module: nn.Module, weight: Tensor | None, width: int) -> tuple[Callable[..., Any], Tensor | None]:
-    """A module's call, with this weight in the place of its own and the rest in its dtype and on its device."""
-    if weight is None:
-        return module, None
-    name = weight_name(module, width)
-    if name is None:
-        raise TypeError(f"it has no parameter or buffer of {width} elements")
-    module = module.to(device=weight.device, dtype=weight.dtype)
-    own = getattr(module, name)
-    leaf = nn.Parameter(weight.view(own.shape))
-    (module._buffers if name in module._buffers else module._parameters)[name] = leaf
-    return module, leaf

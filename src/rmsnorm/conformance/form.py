@@ -36,6 +36,7 @@ class Form:
         rounding: the nearest of spec.ROUNDINGS.
         weighted: whether there is a weight.
         group: the size of the groups that are normalised; None for whole rows.
+        quantized: how the result is quantised, in words; nothing if it is not.
     """
 
     offset: float
@@ -44,6 +45,7 @@ class Form:
     rounding: str
     weighted: bool
     group: int | None = None
+    quantized: str = ""
 
     def gain(self, weight: Tensor | None, offset: float | None = None) -> Tensor | None:
         """What x_hat is multiplied by, in float64."""
@@ -80,6 +82,8 @@ class Form:
             parts.append(words.get(self.rounding, "rounded to the weight's dtype, and after"))
         if self.group:
             parts.append(f"in groups of {self.group}")
+        if self.quantized:
+            parts[1:] = [self.quantized]
         return ", ".join(parts)
 
 

@@ -214,8 +214,6 @@ def _exact_gradients(
 
 
 def _asked(function: Callable[[CheckContext, _Gate], Outcome], context: CheckContext) -> Outcome:
-    if "gate" not in context.implementation.takes:
-        return not_applicable("it takes no gate")
     form = _find(context)
     if form is None:
         return failed("not recognised", "with a gate it is no norm times an activation, before or after")

@@ -86,8 +86,6 @@ def no_divisor(context: CheckContext) -> Outcome:
 def _asked(function: Callable[[CheckContext], Outcome], context: CheckContext) -> Outcome:
     if context.form.group:
         return not_applicable(f"its own: groups of {context.form.group}")
-    if context.implementation.grouped is None:
-        return not_applicable("it takes no groups")
     return function(context)
 
 

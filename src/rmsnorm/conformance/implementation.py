@@ -8,10 +8,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rmsnorm.conformance.refusal import is_refusal
 from rmsnorm.patching.convention import short
+
+# The dtypes of quantised results, and the largest number of each that is used.
+QUANTIZED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 class CannotCheck(Exception):
@@ -72,6 +76,17 @@ class Norm:
         h = found[1] if isinstance(found, (tuple, list)) and len(found) > 1 else None
         return as_result(found, x), h if isinstance(h, Tensor) and h.shape == x.shape else None
 
+    def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """q and its scales.
+
+        Raises:
+            Refused, Crashed: it raised, or returned something else.
+        """
+        found = self._returned(x)
+        if (pair := quantized_pair(found)) is None:
+            raise Crashed("it returned no quantised tensor with its scales")
+        return pair
+
     def _returned(self, x: Tensor, **others: Tensor) -> Any:
         return returned(self.call, x, **{self.takes[role]: tensor for role, tensor in others.items()})
 
@@ -101,6 +116,9 @@ def as_result(y: Any, x: Tensor) -> Tensor:
     Raises:
         Crashed: it is none.
     """
+    if (pair := quantized_pair(y)) is not None and pair[0].shape == x.shape and x.numel() % pair[1].numel() == 0:
+        q, scale = pair
+        return (q.float().reshape(scale.numel(), -1) * scale.float().reshape(-1, 1)).reshape(x.shape)
     if isinstance(y, (tuple, list)) and y:
         y = y[0]
     if not isinstance(y, Tensor):
@@ -110,6 +128,16 @@ def as_result(y: Any, x: Tensor) -> Tensor:
     if not y.is_floating_point():
         raise Crashed(f"it returned {str(y.dtype).removeprefix('torch.')}")
     return y
+
+
+def quantized_pair(found: Any) -> tuple[Tensor, Tensor] | None:
+    """q and scale of a result that begins with them; None if it does not."""
+    if not isinstance(found, (tuple, list)) or len(found) < 2:
+        return None
+    q, scale = found[:2]
+    if not isinstance(q, Tensor) or not isinstance(scale, Tensor) or q.dtype not in QUANTIZED:
+        return None
+    return (q, scale) if scale.numel() and scale.dtype not in (torch.int8, torch.bool) else None
 
 
 def described(error: BaseException) -> str:
@@ -135,6 +163,7 @@ class Implementation:
         takes: of "residual" and "gate", those that it takes besides x, and by which names.
         in_place: whether the result is written over x, and the sum over the residual.
         plain: whether it can be asked for the norm of x alone, maybe with a residual of zeros or an open gate.
+        quantized: whether its result is a quantised tensor and its scales.
         grouped: from a group's size to the implementation with such groups; None if there are none to be asked for.
         offsets: the offsets that can be given, besides none.
         width: the only one it has; None if any can be asked for.
@@ -153,6 +182,7 @@ class Implementation:
     takes: Mapping[str, str] = field(default_factory=dict)
     in_place: bool = False
     plain: bool = True
+    quantized: bool = False
     grouped: Callable[[int], Implementation] | None = None
     offsets: tuple[float, ...] = (1.0, 0.5)
     width: int | None = None

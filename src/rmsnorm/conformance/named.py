@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import rmsnorm
-from rmsnorm.benchmarking.peers import PEERS, ncnn_norm, onnx_session
+from rmsnorm.benchmarking.peers import PEERS
+from rmsnorm.conformance import kernels
 from rmsnorm.conformance.calling import understand
 from rmsnorm.conformance.implementation import CannotCheck, Implementation, described
 
@@ -93,122 +94,6 @@ def _ours_exact() -> Callable[..., Any]:
     return add_rms_norm
 
 
-def _flash_attn() -> Callable[..., Tensor]:
-    function = PEERS["flash-attn"].load().rms_norm_fn
-
-    def rms_norm_fn(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return function(x, weight, None, eps=eps)  # type: ignore[no-any-return]
-
-    return rms_norm_fn
-
-
-def _vllm() -> Callable[..., Tensor]:
-    ops = PEERS["vllm"].load()
-
-    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out = torch.empty_like(x)
-        ops.rms_norm(out, x, weight, eps)
-        return out
-
-    return rms_norm
-
-
-def _vllm_add() -> Callable[..., None]:
-    ops = PEERS["vllm"].load()
-
-    def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
-        ops.fused_add_rms_norm(x, residual, weight, eps)
-
-    return fused_add_rms_norm
-
-
-def _pace() -> Callable[..., Tensor]:
-    ops = PEERS["pace"].load()
-
-    def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return ops.rmsnorm(x, weight, eps)  # type: ignore[no-any-return]
-
-    return rmsnorm
-
-
-def _pace_add() -> Callable[..., tuple[Tensor, Tensor]]:
-    ops = PEERS["pace"].load()
-
-    def fused_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return ops.fused_add_rmsnorm(x, residual, weight, eps)  # type: ignore[no-any-return]
-
-    return fused_add_rmsnorm
-
-
-def _ncnn() -> Callable[..., Tensor]:
-    PEERS["ncnn"].load()
-
-    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype != torch.float32 or weight.dtype != torch.float32:
-            raise TypeError(f"x and weight must be float32, got dtypes {x.dtype} and {weight.dtype}")
-        rows = x.detach().reshape(-1, x.shape[-1]).clone(memory_format=torch.contiguous_format)
-        if rows.numel():
-            ncnn_norm(weight, eps, torch.get_num_threads())(rows)
-        return rows.view(x.shape)
-
-    return rms_norm
-
-
-def _zentorch_add() -> Callable[..., tuple[Tensor, Tensor]]:
-    ops = PEERS["zentorch"].load()
-
-    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        y, h = (t.reshape(-1, x.shape[-1]).clone(memory_format=torch.contiguous_format) for t in (x, residual))
-        ops.zentorch_add_rms_norm_(y, weight, h, eps)  # in place, y and h
-        return y.view(x.shape), h.view(x.shape)
-
-    return add_rms_norm
-
-
-def _zentorch() -> Callable[..., Tensor]:
-    ops = PEERS["zentorch"].load()
-
-    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        # Of other than two dimensions it reads and writes memory that is not its own.
-        rows = x.reshape(-1, x.shape[-1])
-        return ops.zentorch_rms_norm(rows, weight, eps).view(x.shape)  # type: ignore[no-any-return]
-
-    return rms_norm
-
-
-def _onnxruntime() -> Callable[..., Tensor]:
-    options = PEERS["onnxruntime"].load().SessionOptions()
-    options.log_severity_level = 4  # what it refuses is told by its exception
-
-    @functools.cache
-    def session(x: torch.dtype, weight: torch.dtype, eps: float) -> Any:
-        return onnx_session({"x": x, "weight": weight}, eps, options)
-
-    def simplified_layer_normalization(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        given = {"x": x.detach().numpy(), "weight": weight.detach().numpy()}
-        return torch.from_numpy(session(x.dtype, weight.dtype, eps).run(None, given)[0])
-
-    return simplified_layer_normalization
-
-
-def _onnxruntime_add() -> Callable[..., tuple[Tensor, ...]]:
-    options = PEERS["onnxruntime"].load().SessionOptions()
-    options.log_severity_level = 4
-
-    @functools.cache
-    def session(x: torch.dtype, residual: torch.dtype, weight: torch.dtype, eps: float) -> Any:
-        return onnx_session({"x": x, "residual": residual, "weight": weight}, eps, options)
-
-    def skip_simplified_layer_normalization(
-        x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, ...]:
-        given = {"x": x, "residual": residual, "weight": weight}
-        arrays = {name: t.detach().numpy() for name, t in given.items()}
-        return tuple(map(torch.from_numpy, session(x.dtype, residual.dtype, weight.dtype, eps).run(None, arrays)))
-
-    return skip_simplified_layer_normalization
-
-
 _TRANSFORMERS = "transformers.models"
 NAMES = {
     "rmsnorm": Named("rmsnorm.rms_norm", lambda: rmsnorm.rms_norm, "rmsnorm", promises=frozenset({"all"})),
@@ -263,16 +148,26 @@ NAMES = {
     "liger": Named("LigerRMSNorm", _at("liger_kernel.transformers.rms_norm:LigerRMSNorm"), "liger"),
     "apex": Named("apex.normalization.FusedRMSNorm", lambda: PEERS["apex"].load().FusedRMSNorm, "apex"),
     "quack": Named("quack.rmsnorm", lambda: PEERS["quack"].load().rmsnorm, "quack"),
-    "flash-attn": Named("flash_attn rms_norm_fn", _flash_attn, "flash-attn"),
-    "vllm": Named("vLLM's compiled rms_norm", _vllm, "vllm", trains=False),
-    "vllm-add": Named("vLLM's compiled fused_add_rms_norm", _vllm_add, "vllm", trains=False),
-    "zentorch": Named("zentorch_rms_norm, given two dimensions", _zentorch, "zentorch", trains=False),
-    "zentorch-add": Named("zentorch_add_rms_norm_, given two dimensions", _zentorch_add, "zentorch", trains=False),
-    "pace": Named("PACE's compiled rmsnorm", _pace, "pace", trains=False),
-    "pace-add": Named("PACE's compiled fused_add_rmsnorm", _pace_add, "pace", trains=False),
-    "ncnn": Named("ncnn's RMSNorm, on a copy of two dimensions", _ncnn, "ncnn", trains=False, compiled=True),
-    "onnxruntime": Named("SimplifiedLayerNormalization", _onnxruntime, "onnxruntime", trains=False, compiled=True),
+    "flash-attn": Named("flash_attn rms_norm_fn", kernels.flash_attn, "flash-attn"),
+    "vllm": Named("vLLM's compiled rms_norm", kernels.vllm, "vllm", trains=False),
+    "vllm-add": Named("vLLM's compiled fused_add_rms_norm", kernels.vllm_add, "vllm", trains=False),
+    "vllm-int8": Named(
+        "vLLM's compiled rms_norm, then its dynamic_scaled_int8_quant", kernels.vllm_int8, "vllm", trains=False
+    ),
+    "zentorch": Named("zentorch_rms_norm, given two dimensions", kernels.zentorch, "zentorch", trains=False),
+    "zentorch-add": Named(
+        "zentorch_add_rms_norm_, given two dimensions", kernels.zentorch_add, "zentorch", trains=False
+    ),
+    "zentorch-gated": Named(
+        "gdn_rms_norm_gated, given two dimensions", kernels.zentorch_gated, "zentorch", trains=False
+    ),
+    "pace": Named("PACE's compiled rmsnorm", kernels.pace, "pace", trains=False),
+    "pace-add": Named("PACE's compiled fused_add_rmsnorm", kernels.pace_add, "pace", trains=False),
+    "ncnn": Named("ncnn's RMSNorm, on a copy of two dimensions", kernels.ncnn, "ncnn", trains=False, compiled=True),
+    "onnxruntime": Named(
+        "SimplifiedLayerNormalization", kernels.onnxruntime, "onnxruntime", trains=False, compiled=True
+    ),
     "onnxruntime-add": Named(
-        "SkipSimplifiedLayerNormalization", _onnxruntime_add, "onnxruntime", trains=False, compiled=True
+        "SkipSimplifiedLayerNormalization", kernels.onnxruntime_add, "onnxruntime", trains=False, compiled=True
     ),
 }

@@ -17,6 +17,7 @@ from rmsnorm.conformance import (
     inputs,
     invariance,
     memory,
+    quantized,
     residual,
     settings,
     sizes,
@@ -44,6 +45,14 @@ from rmsnorm.patching.specimen import NotRMSNorm
 CONVENTION = Check("convention", "It is an RMSNorm, of this form.", lambda context: passed(str(context.form)))
 # What is measured of an implementation that is no RMSNorm.
 NO_FORM = "no convention"
+# Why an implementation is not asked about what stands around a norm, and about what does not.
+NOT_ASKED = {
+    "residual": "it takes no residual",
+    "gate": "it takes no gate",
+    "groups": "it takes no groups",
+    "quantized": "its result is not quantised",
+    "": "its result is quantised",
+}
 CHECKS = (
     CONVENTION,
     *accuracy.checks(),
@@ -57,6 +66,7 @@ CHECKS = (
     *residual.checks(),
     *gated.checks(),
     *groups.checks(),
+    *quantized.checks(),
     *invariance.checks(),
     *invariance.extras(),
     *accuracy.extras(),
@@ -109,7 +119,7 @@ def run(
     step(CONVENTION.name)
     threads = torch.get_num_threads()
     try:
-        form = find(implementation, device)
+        form = (quantized.find if implementation.quantized else find)(implementation, device)
     except (NotRMSNorm, Raised) as reason:
         why = "no RMSNorm" if isinstance(reason, NotRMSNorm) else "does not run on ordinary rows"
         yield from without_form(checks, failed("not recognised", f"{why}: {reason}"))
@@ -131,9 +141,27 @@ def without_form(checks: Iterable[Check], why: Outcome) -> Iterator[Result]:
     yield from (result_of(check, not_applicable(NO_FORM)) for check in checks if check is not CONVENTION)
 
 
+def _not_asked(check: Check, context: CheckContext) -> str:
+    """Why a check is not about this implementation; nothing if it is."""
+    implementation = context.implementation
+    has = {
+        "": not implementation.quantized,
+        "quantized": implementation.quantized,
+        "groups": implementation.grouped is not None or context.form.group is not None,
+        **{role: role in implementation.takes for role in ("residual", "gate")},
+    }
+    if check is CONVENTION:
+        return ""
+    if implementation.quantized and check.about != "quantized":
+        return NOT_ASKED[""]
+    if not has[check.about]:
+        return NOT_ASKED[check.about]
+    return "" if implementation.plain or check.about == "gate" else "asked with its gate alone, which comes first"
+
+
 def _outcome(check: Check, context: CheckContext, expected: Expected, strict: bool) -> Outcome:
-    if check is not CONVENTION and check.about != "gate" and not context.implementation.plain:
-        return not_applicable("asked with its gate alone, which comes before the norm")
+    if reason := _not_asked(check, context):
+        return not_applicable(reason)
     if check is CONVENTION and (said := expected.differs(context.form)):
         return failed(str(context.form), said)
     try:

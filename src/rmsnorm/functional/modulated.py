@@ -12,6 +12,7 @@ from torch.nested import nested_tensor_from_jagged
 from torch.overrides import handle_torch_function
 
 from rmsnorm import checked, checks, dispatch
+from rmsnorm.functional.fast_path import FLOAT64, is_common, spec_of
 from rmsnorm.numerics import decomposition, reference
 from rmsnorm.numerics.modulation import modulate, shared_dims, unrounded
 from rmsnorm.ops.library import operators
@@ -55,6 +56,11 @@ def modulated_rms_norm(
 
     Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", 2023 (adaLN).
     """
+    if normalized_shape is None and _is_common(x, scale, shift, weight, eps, weight_offset, rounding):
+        try:
+            return fused(x, scale, shift, weight, spec_of(eps, weight_offset, rounding))
+        except RuntimeError:  # of an operator, whose checks guard memory; those below say why, or find another way
+            pass
     options: Any = {"weight_offset": weight_offset, "rounding": rounding}
     if checked.is_proxy(x):
         arguments = (x, scale, shift, weight, eps)
@@ -72,12 +78,27 @@ def modulated_rms_norm(
     return normalize_and_modulate(*flat, weight, spec).reshape(x.shape)  # type: ignore[arg-type, call-arg]
 
 
+def _is_common(x: Any, scale: Any, shift: Any, weight: Any, *options: Any) -> bool:
+    """Whether a call may go to an operator with no check but the operator's."""
+    return (
+        type(scale) is Tensor
+        and (shift is None or (type(shift) is Tensor and shift.dtype is scale.dtype))
+        and scale.dtype is not FLOAT64
+        and is_common(x, weight, *options)
+    )
+
+
 def normalize_and_modulate(
     x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, spec: NormSpec
 ) -> Tensor:
     """y of checked arguments, over the last dimension."""
     if spec.group_size or spec.partial or not dispatch.can_fuse(x, scale, shift, weight):
         return steps(x, scale, shift, weight, spec)
+    return fused(x, scale, shift, weight, spec)
+
+
+def fused(x: Tensor, scale: Tensor | None, shift: Tensor | None, weight: Tensor | None, spec: NormSpec) -> Tensor:
+    """y, by the operator or the `autograd.Function` around it."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, scale, shift, weight)):
         if not torch.compiler.is_compiling():
             x, scale, weight = dispatch.savable(x, scale, weight)
@@ -190,35 +211,26 @@ def _gradients(
         sums.setdefault(tuple(shared_dims(x.shape, shift[0])), [None, None])[1] = shift[1]
     for shared, dtypes in sums.items():
         order = [dim for dim in range(x.dim() - 1) if dim not in shared] + list(shared) + [x.dim() - 1]
-        in_order = order == sorted(order)
-        wide = None if scale is None else scale[(None,) * (x.dim() - scale.dim())]
-        tensors = (dy, x, rstd) if in_order else (t.permute(order) for t in (dy, x, rstd))
+        in_order, tensors, placed = order == sorted(order), [dy, x, rstd], scale
+        if not in_order:
+            inverse, tensors = [order.index(dim) for dim in range(x.dim())], [t.permute(order) for t in tensors]
+            placed = None if scale is None else scale[(None,) * (x.dim() - scale.dim())].permute(order)
         options = spec.weight_offset, spec.rounding, len(shared)
         # Where all rows share, dweight is a sum in the same order.
         all_at_once = in_order and need_dweight and len(sums) == 1 and x.shape[: x.dim() - 1 - len(shared)].numel() == 1
         part_dx, part_dweight, part_dscale, part_dshift = backward(
-            *tensors,
-            weight,
-            wide if wide is None or in_order else wide.permute(order),
-            *options,
-            need_dx,
-            all_at_once,
-            *dtypes,
+            *tensors, weight, placed, *options, need_dx, all_at_once, *dtypes
         )
         if part_dx is not None:
-            dx, need_dx = part_dx if in_order else part_dx.permute(_inverse(order)), False
+            dx, need_dx = part_dx if in_order else part_dx.permute(inverse), False
         if all_at_once:
             dweight, need_dweight = part_dweight, False
         if part_dscale is not None and scale is not None:
-            dscale = part_dscale.permute(_inverse(order)).reshape(scale.shape)
+            dscale = (part_dscale if in_order else part_dscale.permute(inverse)).reshape(scale.shape)
         if part_dshift is not None:
-            dshift = part_dshift.permute(_inverse(order)).reshape(shift[0])
+            dshift = (part_dshift if in_order else part_dshift.permute(inverse)).reshape(shift[0])
     if need_dx or need_dweight:
         options = spec.weight_offset, spec.rounding, 0
         left_dx, dweight, *_ = backward(dy, x, rstd, weight, scale, *options, need_dx, need_dweight, None, None)
         dx = left_dx if need_dx else dx
     return [dx, dscale, dshift, dweight]
-
-
-def _inverse(order: list[int]) -> list[int]:
-    return [order.index(dim) for dim in range(len(order))]

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm import checked, checks
-from rmsnorm.functional.modulated import normalize_and_modulate
+from rmsnorm import checked, checks, dispatch
+from rmsnorm.functional.fast_path import FLOAT64, TENSORS, is_common, spec_of, train
+from rmsnorm.functional.modulated import fused, normalize_and_modulate
+from rmsnorm.ops import doors
 from rmsnorm.spec import check_partial, is_integer
 
 
@@ -25,6 +27,26 @@ def rms_norm_with_options(
     **options: Any,
 ) -> Tensor:
     """The norm of arguments that are yet to be checked."""
+    if (
+        axis is None
+        and out is None
+        and normalized_shape is None
+        and options["group_size"] is None
+        and (bias is None) != (partial is None)
+        and is_common(x, weight, eps, options["weight_offset"], options["rounding"])
+        and (bias is None or (type(bias) in TENSORS and bias.dim() == 1 and bias.dtype is not FLOAT64))
+    ):
+        fast = spec_of(eps, options["weight_offset"], options["rounding"])
+        try:
+            if bias is not None:
+                return fused(x, None, bias, weight, fast)
+            fast = fast._replace(partial=check_partial(partial, x.shape[-1]))
+            if torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad)):
+                x, weight = dispatch.savable(x, weight)
+                return train(x, None, None, weight, fast)  # type: ignore[no-any-return]
+            return doors.forward(x, None, weight, fast)
+        except (RuntimeError, IndexError):  # what follows says why
+            pass
     spec = checked.spec_of(x, eps, **options)
     if axis is not None:
         return _over_axis(x, weight, eps, normalized_shape, out, bias, partial, axis, **options)

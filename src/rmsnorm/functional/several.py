@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from rmsnorm import checked, checks, dispatch
+from rmsnorm.functional.fast_path import (
+    FLOAT64,
+    ONCE,
+    TENSORS,
+    compiling,
+    direct,
+    functorch_active,
+    grad_enabled,
+    has_gpu,
+)
 from rmsnorm.functional.plain import rms_norm
-from rmsnorm.ops.library import operators
 
 
 def rms_norms(
@@ -45,21 +53,27 @@ def rms_norms(
     if len(weights) != len(xs):
         raise ValueError(f"weights must be as many as xs, {len(xs)}, got {len(weights)}")
     options: Any = {"weight_offset": weight_offset, "rounding": rounding}
-    if _in_one_call(xs, weights):
-        specs = {checked.spec_of(x, eps, **options) for x in xs}
-        dims = [checks.check_inputs(x, w, None) for x, w in zip(xs, weights, strict=True)]
-        if max(dims) == 1 and len(specs) == 1:
-            return tuple(operators(xs[0]).several_forward(xs, weights, *specs.pop()[:3]))
+    if weight_offset == 0.0 and rounding is ONCE and not has_gpu and _are_common(xs, weights, eps):
+        try:
+            return tuple([direct.forward(x, weight, eps) for x, weight in zip(xs, weights, strict=True)])
+        except RuntimeError:  # of an operator, whose checks guard memory; what follows says why
+            pass
     return tuple(rms_norm(x, w, eps, **options) for x, w in zip(xs, weights, strict=True))
 
 
-def _in_one_call(xs: list[Tensor], weights: list[Tensor | None]) -> bool:
-    """Whether the operator takes these: tensors on one device that need no gradient."""
-    tensors: list[Any] = [*xs, *(w for w in weights if w is not None)]
-    return (
-        len(xs) > 1
-        and all(isinstance(t, Tensor) for t in tensors)
-        and len({t.device for t in tensors}) == 1
-        and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-        and dispatch.can_fuse(*tensors)
-    )
+def _are_common(xs: list[Any], weights: list[Any], eps: Any) -> bool:
+    """Whether these may go to the operator with no check but its own; what holds for all is asked once."""
+    if type(eps) is not float or functorch_active() or forward_ad._current_level >= 0 or compiling():
+        return False
+    wanted = grad_enabled()
+    for x, weight in zip(xs, weights, strict=True):
+        if type(x) is not Tensor or x.dtype is FLOAT64 or (wanted and x.requires_grad):
+            return False
+        if weight is not None and (
+            type(weight) not in TENSORS
+            or weight.dim() != 1
+            or weight.dtype is FLOAT64
+            or (wanted and weight.requires_grad)
+        ):
+            return False
+    return True

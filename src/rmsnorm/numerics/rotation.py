@@ -55,12 +55,8 @@ def _turn(n: Tensor, cos: Tensor, sin: Tensor, rotation: Rotation, back: bool) -
         first, second = a * cos_a + b * sin_b, b * cos_b - a * sin_a
     else:
         first, second = a * cos_a - b * sin_a, b * cos_b + a * sin_b
-    o = (
-        torch.stack((first, second), -1).reshape(turned.shape)
-        if rotation.interleaved
-        else torch.cat((first, second), -1)
-    )
-    o = o.to(n.dtype)
+    joined = torch.stack((first, second), -1) if rotation.interleaved else torch.cat((first, second), -1)
+    o = joined.reshape(turned.shape).to(n.dtype)
     return o if rest is None else torch.cat((o, rest), -1)
 
 

@@ -135,10 +135,6 @@ def _dweight(x: Tensor, rstd: Tensor, weight: Tensor | None) -> Tensor:
     return x.new_empty(x.shape[-1], dtype=rstd.dtype if weight is None else weight.dtype)
 
 
-def several_forward(xs: list[Tensor], weights: list[Tensor | None], *options: Any) -> list[Tensor]:
-    return [forward(x, weight, *options) for x, weight in zip(xs, weights, strict=True)]
-
-
 def modulated_forward(x: Tensor, *arguments: Any) -> Tensor:
     return modulated_forward_train(x, *arguments)[0]
 

@@ -198,10 +198,6 @@ def _write(out: Tensor, x: Tensor, weight: Tensor | None, y: Tensor) -> None:
     out.copy_(y)
 
 
-def several_forward(xs: list[Tensor], weights: list[Tensor | None], *options: Any) -> list[Tensor]:
-    return [forward(x, weight, *options) for x, weight in zip(xs, weights, strict=True)]
-
-
 def modulated_forward(x: Tensor, *arguments: Any) -> Tensor:
     return modulated_forward_train(x, *arguments)[0]
 

@@ -38,7 +38,6 @@ gated_backward(Tensor dy, Tensor x, Tensor? gate, Tensor rstd, Tensor? weight, T
 partial_forward(Tensor x, Tensor? weight, float eps, float weight_offset, int rounding, int partial) -> Tensor
 partial_forward_train(Tensor x, Tensor? weight, float eps, float weight_offset, int rounding, int partial) -> (Tensor y, Tensor rstd)
 partial_backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, float weight_offset, int partial, bool need_dx, bool need_dweight) -> (Tensor? dx, Tensor? dweight)
-several_forward(Tensor[] xs, Tensor?[] weights, float eps, float weight_offset=0.0, int rounding=0) -> Tensor[]
 modulated_forward(Tensor x, Tensor? weight, Tensor? scale, Tensor? shift, float eps, float weight_offset=0.0, int rounding=0) -> Tensor
 modulated_forward_train(Tensor x, Tensor? weight, Tensor? scale, Tensor? shift, float eps, float weight_offset=0.0, int rounding=0) -> (Tensor y, Tensor rstd)
 modulated_backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, Tensor? scale, float weight_offset, int rounding, int shared, bool need_dx, bool need_dweight, ScalarType? dscale_dtype, ScalarType? dshift_dtype) -> (Tensor? dx, Tensor? dweight, Tensor? dscale, Tensor? dshift)
@@ -129,7 +128,7 @@ class Operators:
         for name, op in vars(self.traced).items():
             _library.impl(name, getattr(fallback, name), "CompositeExplicitAutograd")
             torch.library.register_fake(f"rmsnorm::{name}", getattr(fakes, name), lib=_library)
-            if not op._schema.is_mutable and name != "several_forward":  # under vmap each goes by itself
+            if not op._schema.is_mutable:
                 torch.library.register_vmap(f"rmsnorm::{name}", vmap.rule(op), lib=_library)
                 _library.impl(name, vmap.older_rule(op), "Batched")
             if not _status.compiled:

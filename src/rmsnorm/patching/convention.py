@@ -56,6 +56,7 @@ class Convention:
         weight_offset, rounding, group_size: as for `rmsnorm.rms_norm`.
         activation, norm_before_gate: as for `rmsnorm.gated_rms_norm`; activation None without a gate.
         evidence: what each pair of dtypes showed; pairs that are missing are not replaced.
+        dims: of images, whose channels are the rows, 4, or 5 for videos; None where rows are the last dimension.
     """
 
     shape: tuple[int, ...] | None
@@ -70,6 +71,7 @@ class Convention:
     autocast: frozenset[str] = field(default=frozenset(), compare=False)
     square: bool = field(default=True, compare=False)
     evidence: tuple[Evidence, ...] = field(default=(), compare=False)
+    dims: int | None = None
 
     @property
     def width(self) -> int | None:
@@ -96,10 +98,11 @@ class Convention:
         shape = self.shape
         dim = shape[0] if shape is not None and len(shape) == 1 else shape
         affine = {} if self.weight is not None else {"elementwise_affine": False}
-        return {"dim": dim, "eps": self.eps, **affine, **self.options}
+        axis = {} if self.dims is None else {"axis": 1}
+        return {"dim": dim, "eps": self.eps, **affine, **self.options, **axis}
 
     def apply(self, x: Tensor, weight: Tensor | None, gate: Tensor | None = None) -> Tensor:
-        """The norm of x by this library, in this convention."""
+        """The norm of the rows of x by this library, in this convention."""
         shape = x.shape
         rows = 1 if self.shape is None else len(self.shape)
         if weight is not None and weight.shape != self.shape:
@@ -115,6 +118,11 @@ class Convention:
             y = functional.gated_rms_norm(x, gate, weight, self.eps, **self.options)
         return y if y.shape == shape else y.view(shape)
 
+    def apply_to_images(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """The norm of the channels."""
+        weight = None if weight is None else weight.flatten()
+        return functional.rms_norm(x, weight, self.eps, axis=1, **self.options)
+
     def __str__(self) -> str:
         width = "any width" if self.shape is None else f"width {'x'.join(map(str, self.shape))}"
         parts = [width, f"eps {'finfo' if self.eps is None else format(self.eps, '.6g')}"]
@@ -125,6 +133,8 @@ class Convention:
         else:
             parts.append(self.weight)
         parts.append(self.rounding)
+        if self.dims is not None:
+            parts.append(f"channels of {self.dims} dimensions")
         if self.group_size is not None:
             parts.append(f"groups of {self.group_size}")
         if self.activation is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rmsnorm.module import GatedRMSNorm, Norm, RMSNorm
-from rmsnorm.patching.convention import short
+from rmsnorm.patching.convention import Convention, short
 from rmsnorm.patching.identifying import examine
 from rmsnorm.patching.specimen import NotRMSNorm
 
@@ -85,6 +85,11 @@ def from_module(module: nn.Module, cls: type[Made]) -> Made:
         convention = examine(module)
     except NotRMSNorm as reason:
         raise ValueError(f"{type(module).__name__} is no RMSNorm that can be converted: {reason}") from None
+    return from_convention(module, convention, cls)
+
+
+def from_convention(module: nn.Module, convention: Convention, cls: type[Made]) -> Made:
+    """`from_module`, of a module that was examined."""
     name = type(module).__name__
     if (convention.activation is not None) != issubclass(cls, GatedRMSNorm):
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
+from dataclasses import replace
 
 from torch import nn
 
@@ -11,9 +12,11 @@ from rmsnorm.module import GatedRMSNorm, RMSNorm
 from rmsnorm.patching import layout
 from rmsnorm.patching.convention import Convention
 from rmsnorm.patching.dependencies import recording
+from rmsnorm.patching.images import Images
 from rmsnorm.patching.patched import Proof
 from rmsnorm.patching.probes import LARGEST_MATRIX, find_form
 from rmsnorm.patching.proof import prove
+from rmsnorm.patching.reason import OtherDimensions
 from rmsnorm.patching.specimen import NotRMSNorm, Specimen, require_module, unfit
 from rmsnorm.patching.surroundings import undisturbed
 from rmsnorm.patching.watching import Watch
@@ -71,8 +74,8 @@ def prove_module(module: nn.Module, reads: set[str] | None = None) -> Proof:
     reads = set() if reads is None else reads
     specimen, convention = _examined(module, reads)
     with undisturbed(), specimen.observed():
-        laid_out = layout.observed(specimen, convention)
-    weight = None if convention.weight is None else specimen.tensors[convention.weight].shape
+        laid_out = None if convention.dims is not None else layout.observed(specimen, convention)
+    weight = None if convention.weight is None else specimen.own_shape(convention.weight)
     try:
         watch = Watch(module, frozenset(reads), tuple(specimen.scalars))
     except NotRMSNorm as reason:
@@ -92,8 +95,28 @@ def _examined(module: nn.Module, reads: set[str]) -> tuple[Specimen, Convention]
             raise NotRMSNorm(f"its {name} is a matrix")
         if t.numel() > LARGEST_ROW:
             raise NotRMSNorm(f"its {name} has {t.numel():,} elements; rows of up to {LARGEST_ROW:,} are examined")
-    with undisturbed(), specimen.observed():
-        return specimen, prove(specimen, find_form(specimen))
+    try:
+        with undisturbed(), specimen.observed():
+            return specimen, prove(specimen, find_form(specimen))
+    except OtherDimensions as reason:
+        found = _examined_on_images(module, cls, reads)
+        if found is None:
+            raise reason
+        return found
+
+
+def _examined_on_images(module: nn.Module, cls: type[nn.Module], reads: set[str]) -> tuple[Specimen, Convention] | None:
+    """The same of the channels of images, or of videos, whichever it takes."""
+    for dims in (4, 5):
+        specimen = Images(module, cls, recording(cls, reads), dims=dims)
+        try:
+            with undisturbed(), specimen.observed():
+                convention = prove(specimen, find_form(specimen))
+        except NotRMSNorm:
+            continue
+        if convention.activation is None and convention.shape is not None:
+            return specimen, replace(convention, dims=dims)
+    return None
 
 
 def is_ours(module: nn.Module) -> bool:

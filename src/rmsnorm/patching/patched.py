@@ -54,9 +54,9 @@ class Proof:
         self.layout, self.device = layout, device
         shape = convention.shape
         self.pairs = frozenset((e.x, e.weight) for e in convention.evidence)
-        self.width = shape[0] if shape is not None and len(shape) == 1 else None
+        self.width = shape[0] if shape is not None and len(shape) == 1 and convention.dims is None else None
         self.unsquare = None if convention.square else self.width
-        self.call: Callable[..., Tensor] = convention.apply
+        self.call: Callable[..., Tensor] = convention.apply if convention.dims is None else convention.apply_to_images
         if convention.activation is None and self.width is not None and weight_shape == shape:
             self.call = functools.partial(functional.rms_norm, eps=convention.eps, **convention.options)
             if convention.group_size is None and type(convention.eps) is float:
@@ -114,6 +114,9 @@ class Proof:
 
     def _covers_row(self, shape: torch.Size) -> bool:
         row, group = self.convention.shape, self.convention.group_size
+        if self.convention.dims is not None and row is not None:
+            others = () if self.convention.square else (shape[0], *shape[2:])
+            return len(shape) == self.convention.dims and shape[1] == row[0] and row[0] not in others
         if row is None:
             return shape[-1] > 0 and (group is None or shape[-1] % group == 0)
         return len(shape) >= len(row) and shape[-len(row) :] == row

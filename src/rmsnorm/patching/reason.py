@@ -17,3 +17,7 @@ class NotRMSNorm(Exception):
     def __init__(self, reason: str, normalises: bool = False, convention: Any = None) -> None:
         super().__init__(reason)
         self.normalises, self.convention = normalises, convention
+
+
+class OtherDimensions(NotRMSNorm):
+    """It may be one of the channels of images."""

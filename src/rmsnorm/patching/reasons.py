@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rmsnorm.patching.convention import Convention
+from rmsnorm.patching.reason import OtherDimensions
 from rmsnorm.patching.specimen import NotRMSNorm, Specimen
 
 CLOSE = 1e-4
@@ -81,7 +82,7 @@ def of_other_dimensions(specimen: Specimen, tensors: dict[str, Tensor]) -> NotRM
                 across = "x".join(map(str, shape))
                 if shape[-1] > 1:
                     return NotRMSNorm(f"its {name} of {across} differs between rows", True)
-                return NotRMSNorm("the channels that it normalises are not its input's last dimension", True)
+                return OtherDimensions("the channels that it normalises are not its input's last dimension", True)
     return None
 
 
@@ -98,7 +99,7 @@ def diagnose(run: Callable[[Tensor], Tensor], x: Tensor) -> NotRMSNorm:
         return NotRMSNorm(f"it {'adds something, a bias' if constant else 'does more than scale: an activation'}", True)
     alone = run(x[:1, :1].expand_as(x).contiguous())[0, 0]
     if not close(alone, y[0, 0], 1e-2):
-        return NotRMSNorm("its statistics are taken over other dimensions than the last", True)
+        return OtherDimensions("its statistics are taken over other dimensions than the last", True)
     return NotRMSNorm("its statistics are not the root mean square of its input", True)
 
 

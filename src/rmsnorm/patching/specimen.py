@@ -107,6 +107,10 @@ class Specimen:
         """Whether the module has an attribute of that name."""
         return hasattr(self._module, name)
 
+    def own_shape(self, name: str) -> torch.Size:
+        """Of a tensor of the module."""
+        return self.tensors[name].shape
+
     def attribute(self, name: str) -> Any:
         """An attribute of the module, or None."""
         return getattr(self._module, name, None)

@@ -10,10 +10,11 @@ from torch import nn
 
 from rmsnorm.patching.convention import Convention
 from rmsnorm.patching.identifying import identify, is_ours, prove_module
+from rmsnorm.patching.images import specimen_of
 from rmsnorm.patching.patched import Proof, is_patched
 from rmsnorm.patching.proof import confirm
 from rmsnorm.patching.report import Entry
-from rmsnorm.patching.specimen import NotRMSNorm, Specimen, unfit
+from rmsnorm.patching.specimen import NotRMSNorm, unfit
 from rmsnorm.patching.surroundings import undisturbed
 from rmsnorm.patching.watching import Watch
 
@@ -86,11 +87,11 @@ def _found(module: nn.Module, known: dict[Hashable, list[tuple[Watch, Proof | No
         return found
     try:
         with undisturbed():
-            confirm(Specimen(module), found.convention)
+            confirm(specimen_of(module, found.convention), found.convention)
     except NotRMSNorm:
         again = prove_module(module)
         with undisturbed():
-            confirm(Specimen(module), again.convention)
+            confirm(specimen_of(module, again.convention), again.convention)
         return again
     return found
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.conformance.faulty import around, formula, shared, stateful
+from tests.conformance.faulty import around, formula, quantized, shared, stateful
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,16 @@ _GATE_GRADIENTS = tuple(f"gate-gradients-{name}" for name in ("float32", "bfloat
 _AFTER_GATE = ("gate-range", "gate-nan", "gate-strides", *_GATE_GRADIENTS)
 _GROUPS = ("groups-float32", "groups-bfloat16", "groups-float16")
 _GROUP_GRADIENTS = tuple(f"groups-gradients-{name}" for name in ("float32", "bfloat16", "float16"))
+_SCALES = ("quantized-scale-float32", "quantized-scale-bfloat16", "quantized-scale-float16")
+_ONE_SCALE = ("quantized-saturation", "quantized-nan", "quantized-zeros")
+_BEYOND = (
+    "quantized-ties",
+    "quantized-nan",
+    "quantized-values-float32",
+    "quantized-values-bfloat16",
+    "quantized-values-float16",
+)
+_VALUES = ("quantized-values-float32", "quantized-values-bfloat16", "quantized-values-float16")
 FAULTS = (
     Fault(formula.eps_outside_the_root, ("eps",), "(sqrt(mean(x^2)) + 1e-05)"),
     Fault(formula.eps_as_a_clamp, ("eps",), "max(sqrt(mean(x^2)), 1e-05)"),
@@ -126,5 +136,13 @@ FAULTS = (
     Fault(around.group_size_ignored, _GROUPS, "the size has no effect", (*_GROUP_GRADIENTS, "groups-nan")),
     Fault(around.what_is_left_over_is_not_normalised, ("groups-divide",), "are accepted, though"),
     Fault(around.nan_in_all_groups, ("groups-nan",), "shows in others", ("nan-inf",)),
+    Fault(quantized.largest_of_all_but_the_tail, _SCALES, "% off amax / 127"),
+    Fault(quantized.largest_without_a_sign, _SCALES, "% off amax / 127", (*_VALUES, "quantized-saturation")),
+    Fault(quantized.one_scale_for_all_rows, ("quantized-rows", *_SCALES), "depends on the batch", _ONE_SCALE),
+    Fault(quantized.half_away_from_zero, ("quantized-ties",), "0.5 steps become 1, and not 0"),
+    Fault(quantized.cut_off, _VALUES, "is not the nearest of int8", ("quantized-ties", "quantized-saturation")),
+    Fault(quantized.beyond_the_largest_float8, ("quantized-saturation", *_SCALES), "becomes NaN", _BEYOND),
+    Fault(quantized.zero_by_zero, ("quantized-zeros",), "does not become zeros"),
+    Fault(quantized.nan_is_zero, ("quantized-nan",), "shows neither in q nor in its scale"),
     Fault(around.gradient_of_the_whole_row, _GROUP_GRADIENTS, "in groups of 16 dx"),
 )

@@ -20,7 +20,7 @@ from rmsnorm.benchmarking.peers import Unavailable
 from rmsnorm.cli import info
 from rmsnorm.cli.bench import model, page, plot, shapes, table, training
 from rmsnorm.cli.bench.lines import open_lines, read
-from rmsnorm.cli.bench.measure import CACHES, CONTESTANTS, Plan, Result, measure
+from rmsnorm.cli.bench.measure import CACHES, CONTESTANTS, OURS_THEN_COMPILED, Plan, Result, measure
 from rmsnorm.cli.bench.model import Speed
 from rmsnorm.cli.bench.shapes import Case, Shape
 from rmsnorm.cli.bench.tensors import Inputs
@@ -43,6 +43,8 @@ from rmsnorm.cli.text import printable
 
 # Of racing, in all and for each case and cache; making and checking the contestants comes on top.
 QUICK_SECONDS = 30.0
+# They take seconds to be ready.
+COMPILED = ("torch.compile", OURS_THEN_COMPILED)
 PATIENCE = 5.0
 
 
@@ -53,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--what",
         type=what,
         metavar="LIST",
-        help=f"of {', '.join(shapes.WHATS)} (of one norm: forward and backward); default all",
+        help=f"of {', '.join(shapes.WHATS)} (training is forward and backward, quantized int8 with a scale a row); "
+        "default all but quantized",
     )
     parser.add_argument(
         "--shapes",
@@ -236,7 +239,7 @@ def choose_plan(arguments: argparse.Namespace, cases: Sequence[Case]) -> Plan:
     """Return who runs, in which caches, and for how long."""
     quick = arguments.quick
     return Plan(
-        names=arguments.contestants or [name for name in CONTESTANTS if not quick or name != "torch.compile"],
+        names=arguments.contestants or [name for name in CONTESTANTS if not quick or name not in COMPILED],
         caches=arguments.caches or (["warm"] if quick else list(CACHES)),
         rounds=arguments.rounds or (7 if quick else 15),
         budget=1e-3 if quick else 2e-3,
@@ -250,7 +253,7 @@ def choose_cases(arguments: argparse.Namespace) -> list[Case]:
     chosen: Sequence[Shape] = shapes.QUICK if quick else shapes.DEFAULT
     if arguments.shapes:
         chosen = list(dict.fromkeys(shape for found in arguments.shapes for shape in found))
-    whats = arguments.what or (["forward", "training"] if quick else list(shapes.WHATS))
+    whats = arguments.what or (["forward", "training"] if quick else list(shapes.DEFAULT_WHATS))
     return [
         Case(what, shape, dtype, str(arguments.device), threads)
         for threads in arguments.threads or [torch.get_num_threads()]

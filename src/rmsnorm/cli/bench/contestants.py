@@ -24,17 +24,21 @@ class Norm:
     Attributes:
         forward: y from x and weight.
         add: y and h from x, residual and weight, in one call; None if the sum is an operation of its own.
+        quantized: q and its scales from x and weight; None if y is quantised by PyTorch's operations.
         differentiable: whether PyTorch can differentiate it.
         formula: what it is held to, RMSNorm or LayerNorm.
     """
 
     forward: Callable[[Tensor, Tensor], Tensor]
     add: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    quantized: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     differentiable: bool = True
     formula: str = "RMSNorm"
 
 
 Maker = Callable[[Case, Inputs], Norm]
+# Of int8; and a scale that no row of numbers is below.
+QMAX, SMALLEST = 127.0, 1e-30
 
 
 def ours(case: Case, inputs: Inputs) -> Norm:
@@ -81,7 +85,32 @@ def compiled(case: Case, inputs: Inputs) -> Norm:
         h = x + residual
         return F.rms_norm(h, h.shape[-1:], weight, EPS), h
 
-    return Norm(torch.compile(forward, dynamic=False), torch.compile(add, dynamic=False))
+    def quantized(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize(forward(x, weight))
+
+    return Norm(
+        torch.compile(forward, dynamic=False),
+        torch.compile(add, dynamic=False),
+        torch.compile(quantized, dynamic=False),
+    )
+
+
+def ours_then_compiled(case: Case, inputs: Inputs) -> Norm:
+    """Our norm, and what quantises its result compiled."""
+    torch._dynamo.reset()
+    then = torch.compile(quantize, dynamic=False)
+
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return rmsnorm.rms_norm(x, weight, EPS)
+
+    return Norm(forward, quantized=lambda x, weight: then(forward(x, weight)))
+
+
+def quantize(y: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 with a scale for each row, as most libraries have it."""
+    wide = y.float()
+    scale = wide.abs().amax(-1, keepdim=True) / QMAX
+    return (wide / scale.clamp_min(SMALLEST)).round().clamp(-QMAX, QMAX).to(torch.int8), scale
 
 
 def layer_norm(case: Case, inputs: Inputs) -> Norm:
@@ -119,7 +148,15 @@ def vllm(case: Case, inputs: Inputs) -> Norm:
         ops.fused_add_rms_norm(y, h, weight, EPS)
         return y, h
 
-    return Norm(forward, add, differentiable=False)
+    q, scale = torch.empty(inputs.x.shape, dtype=torch.int8), torch.empty(len(inputs.x), 1)
+
+    def quantized(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ops.rms_norm(out, x, weight, EPS)
+        ops.dynamic_scaled_int8_quant(q, out, scale, None)
+        return q, scale
+
+    # Its operators for GPUs have other names.
+    return Norm(forward, add, quantized if case.device == "cpu" else None, differentiable=False)
 
 
 def zentorch(case: Case, inputs: Inputs) -> Norm:
@@ -226,6 +263,10 @@ def make_call(case: Case, inputs: Inputs, norm: Norm) -> Callable[[], tuple[Tens
         if norm.add is None:
             return lambda: (norm.forward(h := x + residual, weight), h)
         return lambda: norm.add(x, residual, weight)  # type: ignore[misc]  # it is not None, and nobody changes it
+    if case.what == "quantized":
+        if norm.quantized is None:
+            return lambda: quantize(norm.forward(x, weight))
+        return lambda: norm.quantized(x, weight)  # type: ignore[misc]  # as above
     if not norm.differentiable:
         raise Unavailable("forward only")
     leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()

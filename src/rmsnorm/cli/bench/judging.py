@@ -27,6 +27,8 @@ FEW = 6
 
 def find_error(case: Case, formula: str, inputs: Inputs, outputs: Sequence[Tensor]) -> str | None:
     """Return what is wrong with the outputs of a contestant, or None."""
+    if case.what == "quantized":
+        return _quantized_error(case, formula, inputs, *outputs)
     for name, (want, scale, sums) in _truth(case.what, formula, inputs).items():
         got = outputs[NAMES[case.what].index(name)]
         if got.shape != want.shape or got.dtype != inputs.x.dtype:
@@ -42,6 +44,28 @@ def find_error(case: Case, formula: str, inputs: Inputs, outputs: Sequence[Tenso
         if not bool((error <= allowed).all()):
             worst = torch.nan_to_num(error / allowed, nan=torch.inf).max().item()
             return f"{name} is off by up to {worst:.3g} times what rounding explains"
+    return None
+
+
+def _quantized_error(case: Case, formula: str, inputs: Inputs, q: Tensor, scale: Tensor) -> str | None:
+    """What is wrong with int8 and its scales: each element is half a step off, and as far as the norm itself may be."""
+    if q.dtype != torch.int8 or q.shape != inputs.x.shape or scale.numel() != len(inputs.x):
+        return (
+            f"q has shape {tuple(q.shape)} and dtype {str(q.dtype).removeprefix('torch.')}, with {scale.numel()} scales"
+        )
+    want, size, sums = _truth("forward", formula, inputs)["y"]
+    step = scale.double().reshape(-1, 1)
+    unit = torch.finfo(torch.float32).eps / 2
+    relative = ROUNDINGS["y"] * torch.finfo(inputs.x.dtype).eps / 2 + unit * (FEW + 2 + LAMBDA * math.sqrt(sums))
+    # Up to 127 steps, whose quotient is rounded in float32.
+    allowed = (0.5 + 128 * unit) * step + relative * size
+    error = (q.double() * step - want).abs()
+    if not bool((error <= allowed).all()):
+        worst = torch.nan_to_num(error / allowed, nan=torch.inf).max().item()
+        return f"q * scale is off by up to {worst:.3g} times what rounding explains"
+    full = q.double().abs().amax(-1)
+    if not bool(((full >= 126) | (want == 0).all(-1)).all()):
+        return f"the largest element of some row is {full.min().item():g} and not 127"
     return None
 
 

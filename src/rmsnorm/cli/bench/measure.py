@@ -20,12 +20,14 @@ from rmsnorm.cli.text import printable
 
 COPY = "copy"
 OURS, OURS_OUT, OURS_IN_PLACE, NCNN = "rmsnorm", "rmsnorm out=", "rmsnorm in place", "ncnn in place"
+OURS_THEN_COMPILED = "rmsnorm, compiled"
 # They take part in one contest, where others have no such call.
-FORWARD_ALONE = (OURS_OUT, OURS_IN_PLACE, NCNN)
+ALONE = {OURS_OUT: "forward", OURS_IN_PLACE: "forward", NCNN: "forward", OURS_THEN_COMPILED: "quantized"}
 CONTESTANTS: dict[str, Maker] = {
     OURS: contestants.ours,
     OURS_OUT: contestants.ours_out,
     OURS_IN_PLACE: contestants.ours_in_place,
+    OURS_THEN_COMPILED: contestants.ours_then_compiled,
     "F.rms_norm": contestants.eager,
     "torch.compile": contestants.compiled,
     "F.layer_norm": contestants.layer_norm,
@@ -143,11 +145,11 @@ def _contest(case: Case, plan: Plan, step: Step) -> Iterator[Result]:
     step(str(case), _CHECKING)
     inputs = Inputs.of(case)
     calls: dict[str, Callable[[], object]] = {}
-    with torch.inference_mode(case.what in ("forward", "add")):
+    with torch.inference_mode(case.what in ("forward", "add", "quantized")):
         target, x = torch.empty_like(inputs.x), inputs.x
         calls[COPY] = lambda: target.copy_(x)
         for name in plan.names:
-            if name in FORWARD_ALONE and case.what != "forward":
+            if ALONE.get(name, case.what) != case.what:
                 continue
             found = _enter(case, name, inputs)
             if isinstance(found, Refused):

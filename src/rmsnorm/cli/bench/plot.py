@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rmsnorm.cli.bench.measure import COPY, NCNN, OURS, OURS_IN_PLACE, OURS_OUT, Result
+from rmsnorm.cli.bench.measure import COPY, NCNN, OURS, OURS_IN_PLACE, OURS_OUT, OURS_THEN_COMPILED, Result
 
 # Of middling lightness: they are seen on a white page and on a dark one.
 GREY = "#7a828c"
@@ -16,6 +16,7 @@ COLORS = {
     OURS: "#e8590c",
     OURS_OUT: "#f5a623",
     OURS_IN_PLACE: "#c98a5a",
+    OURS_THEN_COMPILED: "#b7791f",
     "F.rms_norm": "#1c7ed6",
     "torch.compile": "#7c5cf0",
     "F.layer_norm": "#2f9e44",

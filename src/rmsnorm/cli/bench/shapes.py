@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from rmsnorm.cli.requirements import shape
 
 # The least that must be read and written, in tensors of the input's size: forward reads x and writes y; add reads x
-# and the residual, and writes y and h; backward reads dy and x, and writes dx; training is forward and backward.
-TENSORS_MOVED = {"forward": 2, "add": 4, "backward": 3, "training": 5}
-VECTORS_MOVED = {"forward": 1, "add": 1, "backward": 2, "training": 3}
+# and the residual, and writes y and h; backward reads dy and x, and writes dx; training is forward and backward;
+# quantized reads x, and writes a byte for each element and a float32 for each row.
+TENSORS_MOVED = {"forward": 2, "add": 4, "backward": 3, "training": 5, "quantized": 1}
+VECTORS_MOVED = {"forward": 1, "add": 1, "backward": 2, "training": 3, "quantized": 1}
 WHATS = tuple(TENSORS_MOVED)
+DEFAULT_WHATS = tuple(what for what in WHATS if what != "quantized")
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Case:
     def bytes_moved(self, itemsize: int) -> int:
         """Return the least that it must read and write."""
         vectors = VECTORS_MOVED[self.what] * self.shape.cols
-        return (TENSORS_MOVED[self.what] * self.numel + vectors) * itemsize
+        quantized = self.numel + 4 * self.shape.rows if self.what == "quantized" else 0
+        return (TENSORS_MOVED[self.what] * self.numel + vectors) * itemsize + quantized
 
     def __str__(self) -> str:
         return f"{self.what} {self.shape} {self.dtype}"

@@ -8,12 +8,12 @@ from itertools import groupby
 from typing import Any
 
 from rmsnorm.benchmarking.timing import duration
-from rmsnorm.cli.bench.measure import COPY, OURS, OURS_IN_PLACE, OURS_OUT, Result
+from rmsnorm.cli.bench.measure import COPY, OURS, OURS_IN_PLACE, OURS_OUT, OURS_THEN_COMPILED, Result
 from rmsnorm.cli.bench.shapes import Shape
 
 # A quartile this far from the median, and the figure is marked.
 NOISY = 0.1
-_NAME_WIDTH, _CELL_WIDTH = 16, 15
+_NAME_WIDTH, _CELL_WIDTH = 17, 15
 
 
 def show(results: Sequence[Result]) -> None:
@@ -121,7 +121,7 @@ def _details(title: str, rows: Sequence[Result]) -> Any:
 
 
 def _style(name: str) -> str:
-    return "bold" if name in (OURS, OURS_OUT, OURS_IN_PLACE) else "dim" if name == COPY else ""
+    return "bold" if name in (OURS, OURS_OUT, OURS_IN_PLACE, OURS_THEN_COMPILED) else "dim" if name == COPY else ""
 
 
 def _table(title: str) -> Any:

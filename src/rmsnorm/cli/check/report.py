@@ -88,7 +88,8 @@ class Report:
     def groups(self) -> Iterator[tuple[str, list[Result]]]:
         """The scored checks and the extras that have something to tell."""
         for title, extra in (("Scored", False), (EXTRAS, True)):
-            shown = [r for r in self.results if r.verdict != NOT_RUN and r.measured != suite.NO_FORM]
+            aside = {suite.NO_FORM, *suite.NOT_ASKED.values()}
+            shown = [r for r in self.results if r.verdict != NOT_RUN and r.measured not in aside]
             if found := [result for result in shown if result.extra == extra]:
                 yield title, found
 
