@@ -137,11 +137,10 @@ inline bool keeps_u(const Forward& f) {
 inline bool modulated(const Forward& f) { return f.scale.given || f.shift.given; }
 // Stages work on pieces of a row, which stay in the first-level cache.
 constexpr int64_t piece_cols = 512;
-inline int64_t row_scratch(int64_t cols) { return cols < piece_cols ? piece_cols : cols; }
 inline int64_t rotation_scratch(int64_t cols) { return 4 * cols; }
 inline int64_t forward_scratch(const Forward& f) {
     if (keeps_u(f)) return rows_together(f.cols, sizeof(float)) * f.cols;
-    if (f.cos.given) return row_scratch(f.cols) + f.cols + rotation_scratch(f.cols);
+    if (f.cos.given) return 2 * f.cols + rotation_scratch(f.cols);
     return f.gate.given || f.addend.given || modulated(f) ? piece_cols : 0;
 }
 

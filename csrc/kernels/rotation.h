@@ -88,7 +88,7 @@ void rotate_row(const Rotation& by, const In* n, const C* cos, const C* sin, Out
 // y of a whole row, n rounded to y's type.
 template <class Y, class C>
 void rotate_after(const Forward& f, int64_t r, int64_t, int64_t, const float* n) {
-    float* const scratch = f.scratch + rmsnorm::row_scratch(f.cols);
+    float* const scratch = f.scratch + f.cols;
     if (!std::is_same_v<Y, float>) {
         fill_row<float>(scratch, f.cols,
                         [=](int64_t i, auto... rest) { return round_to(load(n + i, rest...), Y{}); });
