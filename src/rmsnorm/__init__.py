@@ -8,13 +8,16 @@ from importlib.metadata import version as _version
 from rmsnorm.benchmarking.comparison import compare_normalization
 from rmsnorm.dispatch import compile_as
 from rmsnorm.functional import (
+    Quantized,
     add_rms_norm,
     gated_rms_norm,
     modulated_rms_norm,
     qk_norm_rotary,
+    quantize,
     rms_norm,
     rms_norm_add,
     rms_norm_add_rms_norm,
+    rms_norm_quantized,
     rms_norm_rotary,
     rms_norms,
 )
@@ -30,6 +33,7 @@ __all__ = [
     "GatedRMSNorm",
     "ModulatedRMSNorm",
     "QKNormRotary",
+    "Quantized",
     "RMSNorm",
     "RMSNormAdd",
     "Report",
@@ -47,9 +51,11 @@ __all__ = [
     "param_groups",
     "patch",
     "qk_norm_rotary",
+    "quantize",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_add_rms_norm",
+    "rms_norm_quantized",
     "rms_norm_rotary",
     "rms_norms",
     "to_offset",

@@ -74,6 +74,8 @@ def test_what_stands_around_a_norm_is_found_and_not_accused(norm, about, said):
         (quantized.e4m3, "* w, in float8_e4m3fn with a scale for each row"),
         (quantized.e5m2, "* w, in float8_e5m2 with a scale for each row"),
         (quantized.blocks_of_32, "* w, in int8 with a scale for each block of 32"),
+        (quantized.powers_of_two, "* w, in float8_e4m3fn with a power of two for each block of 32"),
+        (quantized.without_gradients, "* w, in int8 with a scale for each row"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -127,5 +127,6 @@ def _widened(op, arguments):
 
 def _laid_out_like(x, t):
     like = torch.empty_like(x, dtype=t.dtype)
-    dense = like.stride() == x.stride() and (x.stride(-1) == 1 or x.shape[-1] == 1)
-    return (like if dense else torch.empty_like(t, memory_format=torch.contiguous_format)).copy_(t)
+    return (like if like.stride() == x.stride() else torch.empty_like(t, memory_format=torch.contiguous_format)).copy_(
+        t
+    )

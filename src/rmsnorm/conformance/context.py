@@ -47,8 +47,8 @@ class CheckContext:
 
     @property
     def width(self) -> int:
-        """The width of rows where any will do."""
-        return self.implementation.width or WIDTH
+        """The width of rows where any will do, of whole blocks where a result is quantised by blocks."""
+        return self.implementation.width or (2 * WIDTH if self.implementation.quantized else WIDTH)
 
     def widths(self, *wanted: int) -> tuple[int, ...]:
         """Those that can be asked for: all of them, or its only one."""

@@ -4,6 +4,7 @@
     scale = amax / qmax
     q     = y / scale, rounded to the nearest of q's dtype, half to even, and never beyond qmax
 
+A scale of E8M0 is a power of two: of the largest element, less q's largest exponent, or the next above amax / qmax.
 y is the norm, exact or rounded to its dtype; which is not asked here. Rows of ones have a norm of exactly the weight,
 whose quantisation is known to the bit.
 """
@@ -30,10 +31,11 @@ _NO_EPS = 1e-12
 
 @dataclass(frozen=True)
 class Quantized:
-    """A result: q, and its scales as (rows, blocks)."""
+    """A result: q, and its scales as (rows, blocks), which may be powers of two."""
 
     q: Tensor
     scale: Tensor
+    powers: bool = False
 
     @property
     def block(self) -> int:
@@ -78,7 +80,7 @@ def find(implementation: Implementation, device: torch.device) -> Form:
 
 def _said(got: Quantized) -> str:
     where = "row" if got.scale.shape[-1] == 1 else f"block of {got.block}"
-    return f"in {short(got.q.dtype)} with a scale for each {where}"
+    return f"in {short(got.q.dtype)} with a {'power of two' if got.powers else 'scale'} for each {where}"
 
 
 def _run(context: CheckContext, x: Tensor, weight: Tensor | None, eps: float | None = None) -> Quantized:
@@ -86,7 +88,8 @@ def _run(context: CheckContext, x: Tensor, weight: Tensor | None, eps: float | N
         q, scale = context.norm(weight, x.shape[-1], eps).quantized(x.to(context.device, copy=True))
     if q.shape != x.shape or scale.numel() % len(x) or x.numel() % scale.numel():
         raise Crashed(f"for {len(x)} rows of {x.shape[-1]} it returned {q.numel()} numbers and {scale.numel()} scales")
-    return Quantized(q.cpu(), scale.cpu().reshape(len(x), -1))
+    powers = scale.dtype.itemsize == 1
+    return Quantized(q.cpu(), (scale.float() if powers else scale).cpu().reshape(len(x), -1), powers)
 
 
 def scales(dtype: torch.dtype, context: CheckContext) -> Outcome:
@@ -104,6 +107,8 @@ def scales(dtype: torch.dtype, context: CheckContext) -> Outcome:
         correct = got.blocks(context.exact(x, weight)).abs().amax(-1) / got.qmax
         allowed = context.limit(dtype) * torch.finfo(dtype).eps + 2 * torch.finfo(got.scale.dtype).eps
         off = ((got.scale.double() - correct).abs() / correct).nan_to_num(nan=torch.inf)
+        if got.powers:
+            off = torch.where(_is_power(got, correct, allowed), 0.0, off)
         if float(off.max()) > allowed:
             tail = bool((off[:, -1] > allowed).all()) and got.scale.shape[-1] > 1
             said = (
@@ -112,6 +117,16 @@ def scales(dtype: torch.dtype, context: CheckContext) -> Outcome:
             return failed(f"{float(off.max()):.2%} off", said + (": in their last block" if tail else ""))
         worst = max(worst, float(off.max()) / allowed)
     return passed(f"amax / {got.qmax:g}, {worst:.2f} of the limit", max=worst)
+
+
+def _is_power(got: Quantized, correct: Tensor, allowed: float) -> Tensor:
+    """Whether each scale is the power of two of the largest element, or the next above, within what that is off by."""
+    right = torch.zeros_like(correct, dtype=torch.bool)
+    for moved in (correct * (1 - allowed), correct, correct * (1 + allowed)):
+        down = 2.0 ** ((moved * got.qmax).log2().floor() - torch.tensor(got.qmax).log2().floor())
+        up = 2.0 ** moved.log2().ceil()
+        right |= (got.scale == down) | (got.scale == up)
+    return right
 
 
 def values(dtype: torch.dtype, context: CheckContext) -> Outcome:
@@ -179,7 +194,8 @@ def saturation(context: CheckContext) -> Outcome:
             return failed("NaN", f"the largest element of some row becomes NaN or infinite, in {short(dtype)}")
         if float(largest.max()) > got.qmax:
             return failed(f"{float(largest.max()):g}", f"q goes to {float(largest.max()):g}, beyond {got.qmax:g}")
-        if float(largest.min()) < got.qmax * (1 - 2.0**-3 if got.q.dtype != torch.int8 else 126 / 127):
+        least = 126 / 127 if got.q.dtype == torch.int8 else 0.5 - 2.0**-4 if got.powers else 1 - 2.0**-3
+        if float(largest.min()) < got.qmax * least:
             return failed(f"{float(largest.min()):g}", f"the largest element of some row is {float(largest.min()):g}")
     return passed("to qmax")
 

@@ -102,7 +102,7 @@ class Backward:
 
     def _columns(self, with_gradients: bool, k: str, sums: str) -> Step:
         """Some columns at a time: the leaves of dweight, and dx and dgate from k."""
-        itemsize = min(self._tensors[name].dtype.itemsize for name in ("dy", "x"))
+        itemsize = min(t.dtype.itemsize for name, t in self._tensors.items() if name in ("dy", "x", "gate"))
         tile = configurations.columns(itemsize, self._target)
         unroll = configurations.unroll(with_gradients, self._gated)
         return self._backward(tile, with_gradients, k, sums, -(-self._cols // tile.block), (False, unroll, None, None))

@@ -74,6 +74,8 @@ _SHORT, _SHORT_ELEMENTS, _SHORT_WARPS = 256, 1024, 4
 # With at least so many leaves of dweight, one program takes whole rows of a leaf and makes dx as well: dy and x are
 # read once. With fewer, too little of the device would be at work; but of very few rows it is one launch less.
 FUSED_LEAVES, FUSED_ROWS = 128, 4
+# Of a multiprocessor, and the most of a thread.
+_REGISTERS, _REGISTERS_OF_THREAD = 1 << 16, 255
 # 256 leaves a program, 8 of them a thread.
 _FOLD = Tile(256, 32, 8)
 
@@ -108,6 +110,13 @@ def columns(itemsize: int, target: Any) -> Tile:
 def unroll(with_gradients: bool, gate: bool) -> int:
     """How many rows of some columns are loaded before they are added up; a gate's sigmoid leaves registers for one."""
     return 1 if gate else 2 if with_gradients else 4
+
+
+def compiler_options(target: Any, warps: int, gate: bool, form: int | None) -> dict[str, int]:
+    """All registers, where NVIDIA's compiler would spill a few of them so that more programs fit a multiprocessor."""
+    if target.backend != "cuda" or not (gate or form == fixed_sum.SINGLE.value):
+        return {}
+    return {"maxnreg": min(_REGISTERS_OF_THREAD, _REGISTERS // (32 * warps))}
 
 
 def fused(rows: int, programs: int) -> bool:

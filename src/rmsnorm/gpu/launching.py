@@ -16,6 +16,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
+from rmsnorm.gpu import configurations
+
 # Triton's interpreter takes tensors on the CPU.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # 16 bytes are one access, and Triton proves that a pointer is a multiple of them from multiples of 16 alone.
@@ -77,7 +79,9 @@ class Kernel:
 
 def compile_for(target: Any, kernel: Kernel, arguments: tuple[Any, ...], aligned: bool, warps: int) -> Any:
     """The compiled kernel. A multiplication and an addition contracted into one would change bits."""
-    options = {"num_warps": warps, "enable_fp_fusion": False}
+    named = dict(zip(kernel.names, arguments, strict=True))
+    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
+    options |= configurations.compiler_options(target, warps, named.get("gate") is not None, named.get("FORM"))
     return triton.compile(kernel.source(arguments, aligned), target=target, options=options)
 
 

@@ -64,3 +64,24 @@ def register(devices: Iterable[str] = DEVICES) -> None:
         own = hub_kernels.get_kernel_mapping_transformers().setdefault(name, {})
         for device, repository in chosen.items():
             own[device] = repository
+
+
+def trainer_callback() -> Any:
+    """A callback for `Trainer(callbacks=[...])` that patches the model when the trainer is made, before it is wrapped.
+
+    Its `report` is what `rmsnorm.patch` found. For models whose classes `register` does not reach.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    from transformers import TrainerCallback
+
+    from rmsnorm.patching import patch
+
+    class PatchNorms(TrainerCallback):
+        """Patches the model."""
+
+        def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            self.report = patch(given["model"])
+
+    return PatchNorms()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from rmsnorm import checked
-from rmsnorm.functional import add_rms_norm, rms_norm
+from rmsnorm.functional import add_rms_norm, rms_norm, rms_norm_quantized
+from rmsnorm.functional.quantized import Quantized, check_quantize
 from rmsnorm.module.base import Norm
 from rmsnorm.spec import check_flag, check_partial, check_shape, is_integer
 
@@ -37,6 +38,8 @@ class RMSNorm(Norm):
         memory_efficient: training keeps y instead of x, which the next layer mostly keeps anyway. x is rebuilt from y,
             to within y's own rounding; where a gain is (nearly) zero x is kept after all. First derivatives only; not
             with groups.
+        quantize: the result is quantised: a dtype, or the arguments of `quantize` as a dictionary. Calls give
+            what `rms_norm_quantized` gives.
         sequence_parallel: sets that attribute on the parameter, for trainers in the manner of Megatron.
         device, dtype: of the parameter.
 
@@ -55,6 +58,7 @@ class RMSNorm(Norm):
     partial: float | None = None
     axis: int | None = None
     memory_efficient: bool
+    quantize: dict[str, Any] | None
     sequence_parallel: bool
     _extended: bool = False  # whether calls need more than the options of `add_rms_norm`
     _defaults: ClassVar[dict[str, Any]] = {
@@ -67,6 +71,7 @@ class RMSNorm(Norm):
         "partial": None,
         "axis": None,
         "memory_efficient": False,
+        "quantize": None,
         "sequence_parallel": False,
     }
 
@@ -85,6 +90,7 @@ class RMSNorm(Norm):
         partial: float | None = None,
         axis: int | None = None,
         memory_efficient: bool = False,
+        quantize: torch.dtype | dict[str, Any] | None = None,
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -108,10 +114,13 @@ class RMSNorm(Norm):
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype)) if bias else None
         )
-        self._extended = bias or partial is not None or axis is not None
+        self.quantize = check_quantize(quantize)
+        if quantize is not None and (bias or partial is not None or axis is not None or memory_efficient):
+            raise ValueError("quantize is not offered with bias, partial, axis and memory_efficient")
+        self._extended = bias or partial is not None or axis is not None or quantize is not None
         self._set_up(self.normalized_shape, eps, options, flags, device, dtype)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor] | Quantized:
         """Y of x's shape (*, dim); with a residual of that shape, y and h = x + residual."""
         weight = self.weight  # once: a module looks long for its parameters
         if self._extended:
@@ -148,7 +157,21 @@ class RMSNorm(Norm):
             group_size=self.group_size,
         )
 
-    def _normalize_with_options(self, x: Tensor, residual: Tensor | None, weight: nn.Parameter | None) -> Tensor:
+    def _normalize_with_options(self, x: Tensor, residual: Tensor | None, weight: Any) -> Tensor | Quantized:
+        if self.quantize is not None:
+            return rms_norm_quantized(
+                x,
+                weight,
+                self.eps,
+                residual=residual,
+                sum=self.sum,
+                alpha=self.alpha,
+                weight_offset=self.weight_offset,
+                rounding=self.rounding,
+                group_size=self.group_size,
+                normalized_shape=self.normalized_shape if weight is None else None,
+                **self.quantize,
+            )
         if residual is not None:
             raise ValueError("a residual is not offered with bias, partial and axis")
         return rms_norm(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rmsnorm import checks
 from rmsnorm.numerics import reference
+from rmsnorm.numerics.quantization import QuantSpec
 from rmsnorm.ops.fallback import Gradients, check, partial_spec
 from rmsnorm.ops.layouts import like, rstd_like, shared_shape
 from rmsnorm.spec import NormSpec
@@ -74,6 +75,17 @@ def residual_forward(
     eps, weight_offset, rounding, group_size, exact_sum, alpha = options
     spec = NormSpec(eps, weight_offset, rounding, group_size, exact_sum=exact_sum, alpha=alpha)
     return _sum_and_y(x, residual, weight, spec)
+
+
+def quantized_forward(
+    x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    *fields, need_norm = options
+    spec, quant = NormSpec(*fields[:8]), QuantSpec(*fields[9:])
+    y = _y(x, gate, weight, spec)
+    blocks = x.shape[-1] // (quant.block_size or x.shape[-1])
+    q, scale = x.new_empty(x.shape, dtype=quant.dtype), x.new_empty((*x.shape[:-1], blocks), dtype=quant.scale_dtype)
+    return q, scale, y if need_norm else None, None if residual is None else like(x, residual.dtype)
 
 
 def norm_add_forward(x: Tensor, residual: Tensor, weight: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:

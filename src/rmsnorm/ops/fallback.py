@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rmsnorm import checks
-from rmsnorm.numerics import blocks, modulation, reference
+from rmsnorm.numerics import blocks, modulation, quantization, reference
 from rmsnorm.numerics.rotation import Rotation, rotate, rotate_back
 from rmsnorm.numerics.stages import add_residual
 from rmsnorm.ops.layouts import laid_out_like, shared_shape
@@ -129,6 +129,20 @@ def residual_forward(
     eps, weight_offset, rounding, group_size, exact_sum, alpha = options
     spec = NormSpec(eps, weight_offset, rounding, group_size, exact_sum=exact_sum, alpha=alpha)
     return _add_and_normalize(x, residual, weight, spec)
+
+
+@_or_on_the_cpu
+def quantized_forward(
+    x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    *fields, need_norm = options
+    spec, scale, quant = NormSpec(*fields[:8]), fields[8], quantization.QuantSpec(*fields[9:])
+    h = None
+    if residual is None:
+        y, _ = _normalize(x, gate, weight, spec)
+    else:
+        y, h, _ = _add_and_normalize(x, residual, weight, spec)
+    return *quantization.quantize(y, scale, quant), y if need_norm else None, h
 
 
 @_or_on_the_cpu

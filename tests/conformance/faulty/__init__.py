@@ -142,6 +142,12 @@ FAULTS = (
     Fault(quantized.half_away_from_zero, ("quantized-ties",), "0.5 steps become 1, and not 0"),
     Fault(quantized.cut_off, _VALUES, "is not the nearest of int8", ("quantized-ties", "quantized-saturation")),
     Fault(quantized.beyond_the_largest_float8, ("quantized-saturation", *_SCALES), "becomes NaN", _BEYOND),
+    Fault(
+        quantized.twice_the_power_of_two,
+        _SCALES,
+        "off amax / 448",
+        (*_VALUES, "quantized-ties", "quantized-saturation"),
+    ),
     Fault(quantized.zero_by_zero, ("quantized-zeros",), "does not become zeros"),
     Fault(quantized.nan_is_zero, ("quantized-nan",), "shows neither in q nor in its scale"),
     Fault(around.gradient_of_the_whole_row, _GROUP_GRADIENTS, "in groups of 16 dx"),

@@ -43,6 +43,28 @@ def blocks_of_32(x, weight, eps=1e-6):
     return q.flatten(-2), scale.squeeze(-1)
 
 
+def powers_of_two(x, weight, eps=1e-6):
+    """A scale of E8M0 for each block of 32, as OCP MX has it."""
+    if x.shape[-1] % 32:
+        raise ValueError("the width must be a multiple of 32")
+    y = _norm(x, weight, eps).unflatten(-1, (-1, 32))
+    scale = 2.0 ** (_amax(y).clamp_min(2.0**-100).log2().floor() - 8)
+    scale = torch.where(y.isnan().any(-1, keepdim=True), torch.nan, scale)
+    q = (y / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return q.flatten(-2), scale.squeeze(-1).to(torch.float8_e8m0fnu)
+
+
+def without_gradients(x, weight, eps=1e-6):
+    if torch.is_grad_enabled():
+        raise RuntimeError("a quantised result has no gradient: call under torch.no_grad()")
+    return int8(x, weight, eps)
+
+
+def twice_the_power_of_two(x, weight, eps=1e-6):
+    q, scale = powers_of_two(x, weight, eps)
+    return (q.float() / 4).to(q.dtype), (scale.float() * 4).to(scale.dtype)
+
+
 def exact_norm(x, weight, eps=1e-6):
     """y is not rounded to 16 bits before."""
     return _quantize(right(x.double(), weight, eps).float())
