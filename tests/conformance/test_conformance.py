@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import rmsnorm
 from rmsnorm import conformance
 from rmsnorm.conformance import CHECKS, chosen
 from rmsnorm.conformance.outcome import FAIL, NOT_APPLICABLE, NOT_PROMISED, PASS
@@ -76,6 +77,9 @@ def test_what_stands_around_a_norm_is_found_and_not_accused(norm, about, said):
         (quantized.blocks_of_32, "* w, in int8 with a scale for each block of 32"),
         (quantized.powers_of_two, "* w, in float8_e4m3fn with a power of two for each block of 32"),
         (quantized.without_gradients, "* w, in int8 with a scale for each row"),
+        (rmsnorm.rms_norm_quantized, "* w, in int8 with a scale for each row"),
+        (quantized.ours_in_blocks_of_64, "* w, in float8_e4m3fn with a scale for each block of 64"),
+        (quantized.ours_by_powers_of_two, "* w, in float8_e5m2 with a power of two for each block of 32"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -2,6 +2,7 @@
 
 import torch
 
+import rmsnorm
 from tests.conformance.faulty.formula import right
 
 _QMAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -63,6 +64,15 @@ def without_gradients(x, weight, eps=1e-6):
 def twice_the_power_of_two(x, weight, eps=1e-6):
     q, scale = powers_of_two(x, weight, eps)
     return (q.float() / 4).to(q.dtype), (scale.float() * 4).to(scale.dtype)
+
+
+def ours_in_blocks_of_64(x, weight, eps=1e-6):
+    return rmsnorm.rms_norm_quantized(x, weight, eps, dtype=torch.float8_e4m3fn, block_size=64)
+
+
+def ours_by_powers_of_two(x, weight, eps=1e-6):
+    options = {"dtype": torch.float8_e5m2, "block_size": 32, "scale_dtype": torch.float8_e8m0fnu}
+    return rmsnorm.rms_norm_quantized(x, weight, eps, **options)
 
 
 def exact_norm(x, weight, eps=1e-6):
