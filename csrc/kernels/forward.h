@@ -9,11 +9,18 @@ namespace {
 using rmsnorm::Dtype;
 using rmsnorm::Forward;
 
+template <class Call>
+auto with_type(Dtype dtype, Call call) {
+    if (dtype == Dtype::f32) return call(float{});
+    if (dtype == Dtype::bf16) return call(bf16{});
+    return call(f16{});
+}
+
 // Writes u of `count` rows from r on, where it is not x itself, and gives their sums of squares. Where rows
 // of u lie in none of the tensors, they lie side by side.
 using Before = void (*)(const Forward& f, int64_t r, int64_t count, void* u, int log_cols, Interval* sums);
 // Writes `count` columns of y from column `begin` of row r on, given n of them; rows that are adjacent in
-// every tensor come as one.
+// every tensor come as one. A rotation gets whole rows, one at a time.
 using After = void (*)(const Forward& f, int64_t r, int64_t begin, int64_t count, const float* n);
 
 using rmsnorm::piece_cols;
@@ -77,8 +84,8 @@ void clean_uncounted(const U* u, Y* y, int64_t counted, int64_t cols) {
 // Whether rows lie side by side in every tensor: groups of a row do.
 inline bool rows_are_adjacent(const Forward& f) {
     auto adjacent = [&](const Rows& rows) { return !rows.given || rows.stride == f.cols; };
-    return f.x.stride == f.cols && f.y.stride == f.cols && adjacent(f.gate) && adjacent(f.addend) &&
-           adjacent(f.scale) && adjacent(f.shift);
+    return !f.cos.given && f.x.stride == f.cols && f.y.stride == f.cols && adjacent(f.gate) &&
+           adjacent(f.addend) && adjacent(f.scale) && adjacent(f.shift);
 }
 
 // n in float32 for a stage after: of a piece of a row, or of as many adjacent rows as make one.
@@ -88,7 +95,7 @@ class Normed {
     Normed(After after, const Forward& f) : after_(after), f_(f), joins_(rows_are_adjacent(f)) {}
 
     RMSNORM_NOINLINE void add(int64_t r, const U* u, float rstd, const float* gain, const U* read_later) {
-        if (f_.cols > piece_cols) return add_pieces(r, u, rstd, gain, read_later);
+        if (f_.cols > piece_cols && !f_.cos.given) return add_pieces(r, u, rstd, gain, read_later);
         if (!joins_ || filled_ + f_.cols > piece_cols) finish();
         if (filled_ == 0) first_ = r;
         scale_row<U, float, XHat, false>(u, rstd, gain, f_.scratch + filled_, f_.cols, read_later);

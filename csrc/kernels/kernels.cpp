@@ -109,6 +109,13 @@ void modulated_backward(const ModulatedBackward& b) {
     });
 }
 
+void rotated_backward(const RotatedBackward& b) {
+    Ieee arithmetic;
+    with_type(b.dy.dtype, [&](auto dy) {
+        with_type(b.cos.dtype, [&](auto c) { rotated_backward_rows<decltype(dy), decltype(c)>(b); });
+    });
+}
+
 void quantize(const Quantize& call) {
     Ieee arithmetic;
     with_type(call.y.dtype, [&](auto y) { quantize_rows<decltype(y)>(call); });
@@ -141,7 +148,7 @@ void round(const float* values, void* result, Dtype dtype, int64_t cols) {
 namespace rmsnorm {
 
 extern const Kernels RMSNORM_TABLE;  // kernels_<isa>, which isa.cpp knows
-const Kernels RMSNORM_TABLE = {isa_name, forward, backward,   rebuild, modulated_backward,
-                               quantize, gain,    accumulate, round};
+const Kernels RMSNORM_TABLE = {isa_name,         forward,  backward, rebuild,    modulated_backward,
+                               rotated_backward, quantize, gain,     accumulate, round};
 
 }  // namespace rmsnorm

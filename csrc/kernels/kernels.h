@@ -31,21 +31,31 @@ struct Vector {
     bool given;
 };
 
+// Of the first `cols` columns, by cosines and sines of as many columns, or of half of them for both of a
+// pair. Pairs are (i, i + cols / 2), or (2 i, 2 i + 1). `each` rounds every operation to the result's type.
+struct Rotation {
+    int64_t cols;
+    bool half_width, interleaved, each;
+};
+
 // The four stages of a norm (docs/design.md):
 //
 //   before       u = x, or x + residual, or x * act(gate)
 //   statistics   rstd of each group of u
 //   scale        n = u * rstd, rounded to x_hat_type, * gain
-//   after        y = n, or n rounded to normed_type, * act(gate), or + addend, or * (1 + scale) + shift
+//   after        y = n, or n rounded to normed_type, * act(gate), or + addend, or * (1 + scale) + shift,
+//                or n rounded to y's type and rotated
 struct Forward {
     Rows x, y;
     Rows residual, h;   // both or neither; h = t + residual in the residual's dtype
     Rows gate;          // only without residual; y has x's dtype where the gate comes last
     Rows addend;        // without residual and gate; y has its dtype
     Rows scale, shift;  // either, of one dtype; without a gate
-    Vector rstd;        // one value per group
-    Vector gain;        // weight + weight_offset, of a row; 1 where there is none
-    float* scratch;     // forward_scratch(*this) floats
+    Rows cos, sin;      // both, of one dtype, or neither; without any of the others
+    Rotation rotation;
+    Vector rstd;     // one value per group
+    Vector gain;     // weight + weight_offset, of a row; 1 where there is none
+    float* scratch;  // forward_scratch(*this) floats
     int64_t rows, cols, groups;
     int64_t counted;  // statistics are of the first so many columns of each group
     double eps;
@@ -83,6 +93,17 @@ struct ModulatedBackward {
     Dtype x_hat_type, normed_type;  // as in Forward
 };
 
+// Rows of one leaf of a rotated norm. dy has the type of the norm's result.
+struct RotatedBackward {
+    Rows dy, x, cos, sin;
+    Rows dx;  // in x's dtype
+    Vector rstd, gain;
+    Vector dweight;  // a row of sums, continued
+    Rotation rotation;
+    float* scratch;  // rotated_scratch(cols) floats
+    int64_t rows, cols;
+};
+
 // x = y / gain / rstd: undoes a plain Forward from its output (memory_efficient).
 struct Rebuild {
     Rows y, x;
@@ -112,6 +133,7 @@ struct Kernels {
     void (*backward)(const Backward&);
     void (*rebuild)(const Rebuild&);
     void (*modulated_backward)(const ModulatedBackward&);
+    void (*rotated_backward)(const RotatedBackward&);
     void (*quantize)(const Quantize&);
     void (*gain)(const void* weight, Dtype dtype, double offset, float* gain, int64_t cols);
     void (*accumulate)(const float* terms, float* sums, int64_t cols);  // sums += terms
@@ -138,8 +160,10 @@ inline bool keeps_u(const Forward& f) {
 inline bool modulated(const Forward& f) { return f.scale.given || f.shift.given; }
 // Stages work on pieces of a row, which stay in the first-level cache.
 constexpr int64_t piece_cols = 512;
+inline int64_t rotation_scratch(int64_t cols) { return 4 * cols; }
 inline int64_t forward_scratch(const Forward& f) {
     if (keeps_u(f)) return rows_together(f.cols, sizeof(float)) * f.cols;
+    if (f.cos.given) return 2 * f.cols + rotation_scratch(f.cols);
     return f.gate.given || f.addend.given || modulated(f) ? piece_cols : 0;
 }
 
@@ -151,6 +175,9 @@ inline int64_t backward_scratch(const Backward& b) {
     return b.cols + (b.gate.given ? 2 * gate_batch(width) * width : 0);
 }
 inline int64_t modulated_scratch(int64_t cols) { return (2 + gate_batch(cols)) * cols; }
+inline int64_t rotated_scratch(int64_t cols) {
+    return (1 + gate_batch(cols)) * cols + rotation_scratch(cols);
+}
 
 }  // namespace
 

@@ -55,16 +55,18 @@ inline bool overlaps_itself(int64_t dim, const int64_t* sizes, const int64_t* st
     return false;
 }
 
-// The rows of four tensors of one shape; a caller with fewer passes one of them again.
+// The rows of several tensors of one shape. A caller with fewer of them names fewer.
 class Layout {
   public:
-    static constexpr int tensors = 4;
+    static constexpr int tensors = 5;
     struct Run {
         int64_t first, rows;                          // which rows, in the order of the leading dimensions
         std::array<int64_t, tensors> offset, stride;  // in elements
     };
 
     Layout(int64_t dim, const int64_t* sizes, std::array<const int64_t*, tensors> strides) {
+        for (const int64_t*& t : strides)
+            if (!t) t = strides[0];
         for (int64_t d = dim - 2; d >= 0; --d) {
             rows_ *= sizes[d];
             if (sizes[d] == 1) continue;

@@ -5,16 +5,9 @@
 #include <type_traits>
 
 #include "activation.h"
-#include "forward.h"
+#include "rotation.h"
 
 namespace {
-
-template <class Call>
-auto with_type(Dtype dtype, Call call) {
-    if (dtype == Dtype::f32) return call(float{});
-    if (dtype == Dtype::bf16) return call(bf16{});
-    return call(f16{});
-}
 
 // ---------------------------------------------------------------- before: the residual
 
@@ -182,6 +175,7 @@ inline Before before_of(const Forward& f) {
 inline After after_of(const Forward& f) {
     if (f.addend.given)
         return with_type(f.addend.dtype, [&](auto r) -> After { return add_after<decltype(r)>; });
+    if (f.cos.given) return rotate_after_of(f);
     if (rmsnorm::modulated(f))
         return with_type(f.y.dtype, [&](auto y) {
             return with_type(f.scale.given ? f.scale.dtype : f.shift.dtype,

@@ -83,6 +83,8 @@ struct Norm {
     std::optional<View> residual, gate, weight;
     Spec spec;
     std::optional<Broadcast> scale{}, shift{};  // without residual and gate
+    std::optional<Broadcast> cos{}, sin{};      // without any of these
+    rmsnorm::Rotation rotation{};
 
     bool gate_last() const { return gate && !spec.gate_first; }
     int64_t group_cols() const { return spec.group_size ? spec.group_size : x.cols(); }
@@ -124,6 +126,8 @@ inline rmsnorm::Forward forward_of(const Norm& norm, Dtype y_type, const View* h
     if (h) call.h.dtype = h->dtype;
     call.gate.given = norm.gate.has_value();
     call.scale.given = norm.scale.has_value(), call.shift.given = norm.shift.has_value();
+    call.cos.given = call.sin.given = norm.cos.has_value();
+    if (norm.cos) call.cos.dtype = norm.cos->dtype(), call.rotation = norm.rotation;
     call.gain = gain.vector();
     call.cols = norm.group_cols();
     call.groups = norm.groups();
@@ -144,8 +148,13 @@ inline void normalize(const Norm& norm, const View& y, const View* h = nullptr,
     norm.check();
     const View& x = norm.x;
     const View& second = norm.gate ? *norm.gate : norm.residual ? *norm.residual : x;
-    const int64_t* const strides = norm.scale ? norm.scale->strides() : second.strides;
-    const int64_t* const fourth = norm.shift ? norm.shift->strides() : h ? h->strides : x.strides;
+    const int64_t* const strides = norm.scale ? norm.scale->strides()
+                                   : norm.cos ? norm.cos->strides()
+                                              : second.strides;
+    const int64_t* const fourth = norm.shift ? norm.shift->strides()
+                                  : norm.sin ? norm.sin->strides()
+                                  : h        ? h->strides
+                                             : x.strides;
     const Gain gain(norm.weight, norm.spec.weight_offset, x.cols(), y.dtype);
     const rmsnorm::Kernels& kernels = table();
     const Layout layout(x.dim, x.sizes, {x.strides, y.strides, strides, fourth});
@@ -166,6 +175,7 @@ inline void normalize(const Norm& norm, const View& y, const View* h = nullptr,
             if (norm.gate) part.gate = tile.read(second, 2);
             if (norm.scale) part.scale = norm.scale->rows(run, 2);
             if (norm.shift) part.shift = norm.shift->rows(run, 3);
+            if (norm.cos) part.cos = norm.cos->rows(run, 2), part.sin = norm.sin->rows(run, 3);
             if (h) part.residual = tile.read(second, 2), part.h = tile.write(*h, 3);
             if (rstd) part.rstd = {floats(*rstd) + run.first * call.groups, true};
             part.scratch = scratch.get();

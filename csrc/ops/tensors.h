@@ -152,16 +152,19 @@ struct View {
 // A tensor as it is broadcast over the leading dimensions of x.
 class Broadcast {
   public:
-    Broadcast(const Tensor& given, const View& x, const char* name)
+    Broadcast(const Tensor& given, const View& x, const char* name) : Broadcast(given, x, name, x.cols()) {}
+    // With columns of its own.
+    Broadcast(const Tensor& given, const View& x, const char* name, int64_t cols)
         : view_(View(given, name).packed()), strides_(static_cast<size_t>(x.dim), 0) {
         const int64_t missing = x.dim - view_.dim;
-        bool fits = missing >= 0 && view_.cols() == x.cols();
-        for (int64_t d = 0; fits && d < view_.dim; ++d) {
-            const bool repeated = view_.sizes[d] == 1 && d + 1 < view_.dim;
+        bool fits = missing >= 0 && view_.cols() == cols;
+        for (int64_t d = 0; fits && d < view_.dim - 1; ++d) {
+            const bool repeated = view_.sizes[d] == 1;
             fits = repeated || view_.sizes[d] == x.sizes[missing + d];
             strides_[missing + d] = repeated ? 0 : view_.strides[d];
         }
-        STD_TORCH_CHECK(fits, name, " must have x's columns, and broadcast over its leading dimensions");
+        STD_TORCH_CHECK(fits, name, " must have ", cols,
+                        " columns, and broadcast over x's leading dimensions");
     }
     Dtype dtype() const { return view_.dtype; }
     const int64_t* strides() const { return strides_.data(); }

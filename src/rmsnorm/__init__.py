@@ -12,14 +12,16 @@ from rmsnorm.functional import (
     add_rms_norm,
     gated_rms_norm,
     modulated_rms_norm,
+    qk_norm_rotary,
     quantize,
     rms_norm,
     rms_norm_add,
     rms_norm_add_rms_norm,
     rms_norm_quantized,
+    rms_norm_rotary,
     rms_norms,
 )
-from rmsnorm.module import GatedRMSNorm, ModulatedRMSNorm, RMSNorm, RMSNormAdd
+from rmsnorm.module import GatedRMSNorm, ModulatedRMSNorm, QKNormRotary, RMSNorm, RMSNormAdd
 from rmsnorm.patching import Convention, Report, identify, patch, unpatch
 from rmsnorm.patching.convert import fold_offset, unfold_offset
 from rmsnorm.recipes import float32_weights, fold_into_linear, from_offset, param_groups, to_offset
@@ -30,6 +32,7 @@ __all__ = [
     "Convention",
     "GatedRMSNorm",
     "ModulatedRMSNorm",
+    "QKNormRotary",
     "Quantized",
     "RMSNorm",
     "RMSNormAdd",
@@ -47,11 +50,13 @@ __all__ = [
     "modulated_rms_norm",
     "param_groups",
     "patch",
+    "qk_norm_rotary",
     "quantize",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_add_rms_norm",
     "rms_norm_quantized",
+    "rms_norm_rotary",
     "rms_norms",
     "to_offset",
     "unfold_offset",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm.spec import check_shape
+from rmsnorm.spec import check_shape, is_integer
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -125,6 +125,37 @@ def check_broadcast(t: Any, x: Tensor, name: str, dims: int = 1) -> None:
         )
     if t.device != x.device:
         raise ValueError(f"{name} must be on x's device {x.device}, got {t.device}")
+
+
+def check_rotary_dim(rotary_dim: Any, x: Tensor) -> int:
+    """An even number of x's columns; None means all."""
+    cols = x.shape[-1]
+    if rotary_dim is None:
+        if cols % 2:
+            raise ValueError(f"x must have an even last dimension, or rotary_dim less than it, got {tuple(x.shape)}")
+        return cols
+    if not is_integer(rotary_dim) or rotary_dim < 2 or rotary_dim % 2 or rotary_dim > cols:
+        raise ValueError(f"rotary_dim must be an even number from 2 to x's last dimension {cols}, got {rotary_dim!r}")
+    return rotary_dim if isinstance(rotary_dim, torch.SymInt) else int(rotary_dim)  # type: ignore[return-value]
+
+
+def check_angles(cos: Any, sin: Any, x: Tensor, rotary_dim: int) -> None:
+    """On x's device; broadcast over its leading dimensions, and of one width: all columns that rotate, or half."""
+    for name, t in (("cos", cos), ("sin", sin)):
+        check_tensor(t, name)
+        leading = zip(reversed(t.shape[:-1]), reversed(x.shape[:-1]), strict=False)
+        if (
+            not 0 < t.dim() <= x.dim()
+            or t.shape[-1] not in (rotary_dim, rotary_dim // 2)
+            or t.shape[-1] != cos.shape[-1]
+            or any(size not in (1, whole) for size, whole in leading)
+        ):
+            raise ValueError(
+                f"{name} must have {rotary_dim} columns or {rotary_dim // 2}, as rotary_dim says, and as cos has, and "
+                f"broadcast to x's shape {tuple(x.shape)}, got {tuple(t.shape)}"
+            )
+        if t.device != x.device:
+            raise ValueError(f"{name} must be on x's device {x.device}, got {t.device}")
 
 
 def check_out(out: Tensor, x: Tensor, weight: Tensor | None, dtype: torch.dtype) -> None:

@@ -20,7 +20,7 @@ from rmsnorm import RMSNorm, add_rms_norm, rms_norm
 from rmsnorm.distributed import weight_gradient
 from rmsnorm.numerics import decomposition, fixed_sum
 from rmsnorm.spec import ROUNDINGS, NormSpec
-from tests.distributed import modulation_checks
+from tests.distributed import modulation_checks, rotation_checks
 from tests.support.bits import bits_equal
 from tests.support.forms import FORMS, incoming_gradient
 
@@ -503,6 +503,10 @@ def plain_weights_under_implicit_replication():
 
 def modulation_has_the_bits_of_one_process():
     modulation_checks.modulation_has_the_bits_of_one_process(RANKS)
+
+
+def rotation_has_the_bits_of_one_process():
+    rotation_checks.rotation_has_the_bits_of_one_process(RANKS)
 
 
 # ---------------------------------------------------------------- running them

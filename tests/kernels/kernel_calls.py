@@ -11,6 +11,7 @@ from tests.support.rows import generator, random_rows
 NORMALIZE, ADD, BACKWARD, REBUILD = "normalize", "add", "backward", "rebuild"
 GATED, GATED_BACKWARD, RESIDUAL, NORM_ADD = "gated", "gated_backward", "residual", "norm_add"
 MODULATED, MODULATED_BACKWARD = "modulated", "modulated_backward"
+ROTATED, ROTATED_BACKWARD = "rotated", "rotated_backward"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 from rmsnorm import spec
-from tests.kernels import closing_cases, gated_cases, modulation_cases, residual_cases
+from tests.kernels import closing_cases, gated_cases, modulation_cases, residual_cases, rotation_cases
 from tests.kernels.kernel_calls import (
     ADD,
     NORMALIZE,
@@ -217,6 +217,9 @@ GROUPS = {
         closing_cases.norms_added_layouts,
         modulation_cases.modulation_forms,
         modulation_cases.modulation_gradients,
+        rotation_cases.rotations,
+        rotation_cases.rotations_of_heads,
+        rotation_cases.rotation_gradients,
         sharp_cases.sums_to_the_last_quantum,
         sharp_cases.products_to_the_last_quantum,
         sharp_cases.slopes_between_two_floats,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tests.kernels import modulation_worker
+from tests.kernels import modulation_worker, rotation_worker
 from tests.support.bits import difference
 
 THREADS = (1, 2, 3)
@@ -192,6 +192,8 @@ OPERATORS = {
     "norm_add": norm_add,
     "modulated": modulation_worker.modulated,
     "modulated_backward": modulation_worker.modulated_backward,
+    "rotated": rotation_worker.rotated,
+    "rotated_backward": rotation_worker.rotated_backward,
 }
 
 
@@ -288,6 +290,8 @@ FIRST = {
     "modulated_backward": lambda *a: [
         r for r in islice(modulation_worker.modulated_backward(*a), 4) if r[2] is not None
     ],
+    "rotated": first_results("rotary_forward"),
+    "rotated_backward": lambda *a: list(islice(rotation_worker.rotated_backward(*a), 2)),
     "gated_backward": lambda *a: list(islice(gated_backward(*a), len(a[-1]))),  # all of them wanted
 }
 

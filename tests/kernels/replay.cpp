@@ -208,6 +208,109 @@ void backward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
     dweight.write(out);
 }
 
+rmsnorm::Rotation read_rotation(std::FILE* in) {
+    rmsnorm::Rotation r{};
+    r.cols = read<int64_t>(in);
+    r.half_width = read<int64_t>(in);
+    r.interleaved = read<int64_t>(in);
+    r.each = read<int64_t>(in);
+    return r;
+}
+
+// A norm that is modulated or rotated: as in csrc/ops/normalize.h.
+void forward_after(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
+    rmsnorm::Forward f{};
+    f.eps = read<double>(in), f.alpha = 1;
+    const auto offset = read<double>(in);
+    const auto y_type = Dtype(read<int64_t>(in));
+    f.x_hat_type = Dtype(read<int64_t>(in));
+    f.normed_type = Dtype(read<int64_t>(in));
+    f.rotation = read_rotation(in);
+    const Array x = Array::from(in), weight = Array::from(in), scale = Array::from(in),
+                shift = Array::from(in), cos = Array::from(in), sin = Array::from(in);
+    const Gain gain(kernels, weight, offset);
+    f.rows = x.rows(), f.counted = f.cols = x.cols(), f.groups = 1;
+    const Array y(y_type, f.rows, f.cols);
+    const auto rstd = floats(f.rows);
+    f.x = x.at(0), f.y = y.at(0), f.scale = scale.at(0), f.shift = shift.at(0), f.cos = cos.at(0),
+    f.sin = sin.at(0);
+    f.rstd = {rstd.get(), true}, f.gain = gain.vector;
+    const auto scratch = floats(rmsnorm::forward_scratch(f));
+    f.scratch = scratch.get();
+    kernels.forward(f);
+    y.write(out);
+    std::fwrite(rstd.get(), sizeof(float), size_t(f.rows), out);
+}
+
+// As in csrc/ops/rotation.cpp, with one thread.
+void rotated_backward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
+    rmsnorm::RotatedBackward b{};
+    const auto offset = read<double>(in);
+    const auto weight_type = read<int64_t>(in);
+    b.rotation = read_rotation(in);
+    const Array dy = Array::from(in), x = Array::from(in), rstd = Array::from(in), weight = Array::from(in),
+                cos = Array::from(in), sin = Array::from(in);
+    b.cols = x.cols();
+    const Array dx(x.dtype(), x.rows(), b.cols), dweight(Dtype(weight_type), 1, b.cols);
+    const Gain gain(kernels, weight, offset);
+    const auto scratch = floats(rmsnorm::rotated_scratch(b.cols));
+    b.scratch = scratch.get(), b.gain = gain.vector;
+    sum_rows(kernels, x.rows(), dweight, [&](int64_t begin, int64_t end, float* sums) {
+        b.rows = end - begin;
+        b.dy = dy.at(begin), b.x = x.at(begin), b.cos = cos.at(begin), b.sin = sin.at(begin);
+        b.dx = dx.at(begin);
+        b.rstd = {rstd.floats() + begin, true};
+        b.dweight = {sums, true};
+        kernels.rotated_backward(b);
+    });
+    dx.write(out);
+    dweight.write(out);
+}
+
+// As in csrc/ops/modulation.cpp, with one thread: dx and dweight over all rows, the other sums over segments.
+void modulated_backward(const rmsnorm::Kernels& kernels, std::FILE* in, std::FILE* out) {
+    rmsnorm::ModulatedBackward b{};
+    const auto offset = read<double>(in);
+    const auto weight_type = Dtype(read<int64_t>(in)), sum_type = Dtype(read<int64_t>(in));
+    b.x_hat_type = Dtype(read<int64_t>(in));
+    b.normed_type = Dtype(read<int64_t>(in));
+    const auto segments = read<int64_t>(in);
+    const Array dy = Array::from(in), x = Array::from(in), rstd = Array::from(in), weight = Array::from(in),
+                scale = Array::from(in);
+    b.cols = x.cols();
+    const Array dx(x.dtype(), x.rows(), b.cols), dweight(weight_type, 1, b.cols);
+    const Gain gain(kernels, weight, offset);
+    const auto scratch = floats(rmsnorm::modulated_scratch(b.cols));
+    b.scratch = scratch.get(), b.gain = gain.vector;
+    auto run = [&](int64_t begin, int64_t end) {
+        b.rows = end - begin;
+        b.dy = dy.at(begin), b.x = x.at(begin), b.scale = scale.at(begin);
+        b.rstd = {rstd.floats() + begin, true};
+        if (b.dx.given) b.dx = dx.at(begin);
+        kernels.modulated_backward(b);
+    };
+    b.dx.given = true;
+    sum_rows(kernels, x.rows(), dweight, [&](int64_t begin, int64_t end, float* sums) {
+        b.dweight = {sums, true};
+        run(begin, end);
+    });
+    dx.write(out);
+    dweight.write(out);
+    b.dx = {}, b.dweight = {};
+    const int64_t rows = segments ? x.rows() / segments : 0;
+    for (rmsnorm::Vector* wanted : {&b.dscale, &b.dshift}) {
+        for (int64_t segment = 0; segment < segments; ++segment) {
+            const Array total(sum_type, 1, b.cols);
+            sum_rows(kernels, rows, total, [&](int64_t begin, int64_t end, float* sums) {
+                *wanted = {sums, true};
+                run(segment * rows + begin, segment * rows + end);
+            });
+            total.write(out);
+        }
+        *wanted = {};
+    }
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -218,7 +321,7 @@ int main(int count, char** arguments) {
     std::FILE* in = std::fopen(arguments[1], "rb");
     std::FILE* out = std::fopen(arguments[2], "wb");
     if (!in || !out) fail("cannot open the files");
-    constexpr decltype(&forward) calls[] = {forward, backward};
+    constexpr decltype(&forward) calls[] = {forward, backward, forward_after, rotated_backward, modulated_backward};
     for (int64_t left = read<int64_t>(in); left > 0; --left) calls[read<int64_t>(in)](*kernels, in, out);
     std::fclose(in);
     if (std::fclose(out)) fail("cannot write the results");

@@ -110,6 +110,8 @@ def encode(case):
         flags = spec.group_size or x.shape[-1], spec.activation, spec.gate_first, spec.exact_sum
         head = struct.pack("<q3d7q", 0, spec.eps, spec.weight_offset, spec.alpha, *types, *flags)
         return head + b"".join(map(array, (x, residual, gate, addend, weight)))
+    if case.op in OTHERS:
+        return OTHERS[case.op](case)
     dy, x, gate, rstd, weight, dh, rebuilt, spec = BACKWARDS[case.op](*case.arguments)
     codes = -1 if rebuilt is None else _CODES[rebuilt], 0 if weight is None else _CODES[weight.dtype]
     flags = spec.group_size or x.shape[-1], spec.activation, spec.gate_first
@@ -117,6 +119,57 @@ def encode(case):
     return head + b"".join(map(array, (dy, x, gate, rstd.reshape(1, -1), weight, dh)))
 
 
+def modulated(case):
+    x, _, scale, shift, *options = case.arguments
+    spread = [None if t is None else t.expand(x.shape) for t in (scale, shift)]
+    # The operator is given both in one dtype.
+    if scale is not None and shift is not None and scale.dtype != shift.dtype:
+        spread = [t.float() for t in spread]
+    return after(case, NormSpec(*options), (0, 0, 0, 0), (*spread, None, None))
+
+
+def rotated(case):
+    x, _, cos, sin, *options = case.arguments
+    angles = [t.expand(*x.shape[:-1], t.shape[-1]) for t in (cos, sin)]
+    return after(case, NormSpec(*options[:3]), rotation(cos, *options[3:]), (None, None, *angles))
+
+
+def after(case, spec, rotation, others):
+    x, weight, *_ = case.arguments
+    normed = reference.result_dtype(x.dtype, weight, spec) if spec.rounding else torch.float32
+    types = map(_CODES.get, (case.expected[0].dtype, x_hat_type(x, weight, spec.rounding), normed))
+    head = struct.pack("<q2d7q", 2, spec.eps, spec.weight_offset, *types, *rotation)
+    return head + b"".join(map(array, (x, weight, *others)))
+
+
+def rotation(cos, dim, interleaved, each):
+    return dim, cos.shape[-1] != dim, interleaved, each
+
+
+def rotated_backward(case):
+    dy, x, rstd, weight, cos, sin, offset, *options = case.arguments
+    angles = [t.expand(*x.shape[:-1], t.shape[-1]) for t in (cos, sin)]
+    code = 0 if weight is None else _CODES[weight.dtype]
+    head = struct.pack("<qd5q", 3, offset, code, *rotation(cos, *options))
+    return head + b"".join(map(array, (dy, x, rstd.reshape(1, -1), weight, *angles)))
+
+
+def modulated_backward(case):
+    dy, x, rstd, weight, scale, offset, rounding, shared, sum_dtype = case.arguments
+    code = 0 if weight is None else _CODES[weight.dtype]
+    normed = dy.dtype if rounding else torch.float32
+    types = map(_CODES.get, (sum_dtype, x_hat_type(x, weight, rounding), normed))
+    head = struct.pack("<qd5q", 4, offset, code, *types, math.prod(x.shape[: x.dim() - 1 - shared]))
+    spread = None if scale is None else scale.expand(x.shape)
+    return head + b"".join(map(array, (dy, x, rstd.reshape(1, -1), weight, spread)))
+
+
+OTHERS = {
+    "modulated": modulated,
+    "modulated_backward": modulated_backward,
+    "rotated": rotated,
+    "rotated_backward": rotated_backward,
+}
 # From an operator's arguments to x, residual, gate, addend, weight and NormSpec;
 # to dy, x, gate, rstd, weight, dh, what x is rebuilt in, and NormSpec.
 FORWARDS = {

@@ -11,11 +11,13 @@ ops = torch.ops.rmsnorm
 ROWS, COLS, GROUP = 5, 64, 16
 OPTIONS = {"eps": 1e-6, "weight_offset": 0.0, "rounding": 0, "group_size": GROUP, "activation": 0, "gate_first": False}
 OPTIONS |= {"exact_sum": True, "alpha": 0.5, "rebuilt_dtype": None, "next_eps": 1e-5}
+OPTIONS |= {"rotary_dim": COLS, "interleaved": False, "each": False}
 OPTIONS |= dict.fromkeys(("need_dx", "need_dgate", "need_dweight"), True)
 DOORS = (
     *("forward", "forward_train", "forward_out", "add_forward", "backward"),
     *("gated_forward", "gated_forward_train", "gated_forward_out", "residual_forward", "gated_backward"),
     *("norm_add_forward", "norm_add_norm_forward"),
+    *("rotary_forward", "rotary_forward_out", "rotary_backward"),
 )
 
 
@@ -25,13 +27,13 @@ def arguments_of(door, without=()):
     tensors = {name: random_rows(ROWS, COLS, torch.float32, seed) for seed, name in enumerate(TENSORS)}
     for name in ("weight", "next_weight"):
         tensors[name] = tensors[name][0].clone()
-    tensors["rstd"] = torch.rand(ROWS, 1 if door == "backward" else COLS // GROUP)
+    tensors["rstd"] = torch.rand(ROWS, 1 if door in ("backward", "rotary_backward") else COLS // GROUP)
     if door == "gated_backward":
         without = (*without, "dh")
     return {name: None if name in without else (tensors | OPTIONS)[name] for name in names}
 
 
-TENSORS = ("x", "residual", "gate", "weight", "next_weight", "dy", "dh", "rstd", "out")
+TENSORS = ("x", "residual", "gate", "weight", "next_weight", "dy", "dh", "rstd", "cos", "sin", "out")
 CASES = [
     (door, argument.name)
     for door in DOORS
@@ -93,7 +95,7 @@ def test_freed_tensors_without_elements_have_nothing_to_lose(door):
     getattr(ops, door)(*arguments.values())
 
 
-@pytest.mark.parametrize("door", ["forward_out", "gated_forward_out"])
+@pytest.mark.parametrize("door", ["forward_out", "gated_forward_out", "rotary_forward_out"])
 def test_an_out_that_is_refused_is_not_written(door):
     right = arguments_of(door)
     x = right["x"]
@@ -105,6 +107,7 @@ def test_an_out_that_is_refused_is_not_written(door):
         {"out": torch.ones(ROWS, 2 * COLS)[:, ::2]},
         {"x": shared[:ROWS], "out": shared[1 : ROWS + 1]},
         {"weight": shared[0], "out": shared[:ROWS]},
+        *([{"cos": shared[:ROWS], "out": shared[:ROWS]}] if "cos" in right else []),
         *([{"gate": shared[:ROWS], "out": shared[:ROWS]}] if "gate" in right else []),
         {"eps": float("nan"), "out": torch.ones(ROWS, COLS)},
         {"weight": torch.ones(COLS - 1), "out": torch.ones(ROWS, COLS)},
@@ -131,6 +134,22 @@ def test_an_out_that_is_refused_is_not_written(door):
         ("norm_add_forward", {"weight": torch.ones(COLS - 1)}),
         ("norm_add_norm_forward", {"next_weight": torch.ones(COLS + 1)}),
         ("norm_add_norm_forward", {"next_eps": float("nan")}),
+        *(
+            (door, change)
+            for door in ("rotary_forward", "rotary_backward")
+            for change in (
+                {"rotary_dim": COLS + 2},
+                {"rotary_dim": 0},
+                {"rotary_dim": -2},
+                {"rotary_dim": COLS - 1},
+                {"rotary_dim": COLS - 2},
+                {"cos": torch.ones(COLS // 2)},
+                {"sin": torch.ones(ROWS + 1, COLS)},
+                {"sin": torch.ones(1, ROWS, COLS)},
+                {"sin": torch.ones(ROWS, COLS, dtype=torch.bfloat16)},
+            )
+        ),
+        ("rotary_backward", {"dy": torch.ones(ROWS, COLS - 1)}),
         ("gated_forward", {"gate": torch.ones(ROWS, COLS, dtype=torch.float64)}),
         ("gated_forward", {"gate": torch.ones(ROWS, COLS, dtype=torch.int32)}),
         ("gated_backward", {"dh": torch.ones(ROWS, COLS)}),

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rmsnorm import add_rms_norm, modulated_rms_norm, rms_norm, rms_norm_add, rms_norm_add_rms_norm
+from rmsnorm import (
+    add_rms_norm,
+    modulated_rms_norm,
+    rms_norm,
+    rms_norm_add,
+    rms_norm_add_rms_norm,
+    rms_norm_rotary,
+)
 from rmsnorm.ops.sharing import expand
 from rmsnorm.spec import ROUNDINGS
 from tests.support.forms import incoming_gradient
@@ -32,6 +39,7 @@ class Fused:
     vectors: tuple[str, ...]
     options: dict[str, Any] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of tensors that have not x's
+    pairs: bool = False  # columns come in pairs, which the order of the row's dimensions makes
 
     def __str__(self) -> str:
         return f"{self.name}-{self.options['rounding']}"
@@ -87,6 +95,51 @@ def norm_then_add_norm(x: Tensor, residual: Tensor, weight: Tensor, next_weight:
     return add_rms_norm(n, residual, next_weight, **(options | {"eps": next_eps}))
 
 
+def rotated(norm: Callable[..., Tensor], x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    """By angles that the width alone says, in x's dtype or in float32."""
+    cols, device = (x.shape[-1], x.device) if isinstance(x, Tensor) else (COLS, None)
+    width = options.get("rotary_dim", cols) // options.pop("columns_to_an_angle")
+    angles = torch.linspace(-3, 3, width, dtype=torch.float32, device=device)
+    dtype = torch.float32 if options["rotary_rounding"] == "once" or device is None else x.dtype
+    return norm(x, weight, angles.cos().to(dtype), angles.sin().to(dtype), **options)
+
+
+def fused_rotation(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    return rotated(rms_norm_rotary, x, weight, **options)
+
+
+def norm_then_rotation(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    return rotated(norm_then_angles, x, weight, **options)
+
+
+def angles_of_rows(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    return rms_norm_rotary(x, weight, cos, sin, **options)
+
+
+def angles_of_rows_by_steps(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    return norm_then_angles(x, weight, cos, sin, **options)
+
+
+def norm_then_angles(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Tensor:
+    """Pairs as complex numbers have them: each operation rounded to n's dtype, or only the sum."""
+    dim = options.pop("rotary_dim", None) or x.shape[-1]
+    interleaved, each = options.pop("interleaved", False), options.pop("rotary_rounding", "once") == "each"
+    n = rms_norm(x, weight, **options)
+    wide = torch.promote_types(n.dtype, torch.float32)
+    dtype = n.dtype if each else wide
+    # As in norm_then_modulate.
+    cos, sin = (expand(t.to(wide), (*n.shape[:-1], t.shape[-1])) for t in (cos, sin))
+    pairs = (-1, (dim // 2, 2)) if interleaved else (-1, (2, dim // 2))
+    place = -1 if interleaved else -2
+    turned, rest = n.split((dim, n.shape[-1] - dim), -1)
+    a, b = turned.to(dtype).unflatten(*pairs).unbind(place)
+    (cos_a, cos_b), (sin_a, sin_b) = (
+        t.unflatten(*pairs).unbind(place) if t.shape[-1] == dim else (t, t) for t in (cos.to(dtype), sin.to(dtype))
+    )
+    o = torch.stack((a * cos_a - b * sin_a, b * cos_b + a * sin_b), place).flatten(-2).to(n.dtype)
+    return torch.cat((o, rest), -1)
+
+
 def norm_then_modulate(x: Tensor, scale: Tensor, shift: Tensor, weight: Tensor, **options: Any) -> Tensor:
     """Gradients of scale and shift are trees over the rows that share them, be it one: never -0."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -108,6 +161,18 @@ _ROWS = (
         *("norm add norm in float32", rms_norm_add_rms_norm, norm_then_add_norm, _STREAM, ("weight", "next_weight")),
         *({"next_eps": 1e-2, "weight_offset": 1.0}, {"residual": torch.float32}),
     ),
+    *(
+        (name, fused_rotation, norm_then_rotation, ("x",), ("weight",), options, dtypes)
+        for name, options, dtypes in (
+            ("rotary", {"rotary_rounding": "once", "columns_to_an_angle": 2}, {}),
+            ("rotary full width", {"rotary_rounding": "once", "columns_to_an_angle": 1}, {"weight": torch.bfloat16}),
+            ("rotary each", {"rotary_rounding": "each", "columns_to_an_angle": 1, "weight_offset": 1.0}, {}),
+            ("rotary pairs", {"rotary_rounding": "once", "columns_to_an_angle": 2, "interleaved": True}, {}),
+            ("rotary pairs each", {"rotary_rounding": "each", "columns_to_an_angle": 1, "interleaved": True}, {}),
+            ("rotary part", {"rotary_rounding": "each", "columns_to_an_angle": 2, "rotary_dim": 2}, {}),
+        )
+    ),
+    ("rotary angles", angles_of_rows, angles_of_rows_by_steps, ("x", "cos", "sin"), ("weight",), {}, {}),
 )
 _ROWS += (
     ("modulation", modulated_rms_norm, norm_then_modulate, ("x", "scale", "shift"), ("weight",), {}, {}),
@@ -117,7 +182,10 @@ _ROWS += (
     ),
 )
 FUSED = [
-    Fused(name, function, steps, rows, vectors, {"eps": 1e-6, **options, "rounding": rounding}, dtypes)
+    Fused(
+        *(name, function, steps, rows, vectors, {"eps": 1e-6, **options, "rounding": rounding}, dtypes),
+        pairs="rotary" in name,
+    )
     for name, function, steps, rows, vectors, options, dtypes in _ROWS
     for rounding in ROUNDINGS
 ]

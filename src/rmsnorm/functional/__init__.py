@@ -6,6 +6,7 @@ from rmsnorm.functional.modulated import modulated_rms_norm
 from rmsnorm.functional.plain import rms_norm
 from rmsnorm.functional.quantized import Quantized, quantize, rms_norm_quantized
 from rmsnorm.functional.residual import add_rms_norm
+from rmsnorm.functional.rotary import qk_norm_rotary, rms_norm_rotary
 from rmsnorm.functional.several import rms_norms
 
 __all__ = [
@@ -13,10 +14,12 @@ __all__ = [
     "add_rms_norm",
     "gated_rms_norm",
     "modulated_rms_norm",
+    "qk_norm_rotary",
     "quantize",
     "rms_norm",
     "rms_norm_add",
     "rms_norm_add_rms_norm",
     "rms_norm_quantized",
+    "rms_norm_rotary",
     "rms_norms",
 ]

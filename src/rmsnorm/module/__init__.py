@@ -5,5 +5,6 @@ from rmsnorm.module.closing import RMSNormAdd
 from rmsnorm.module.gated import GatedRMSNorm
 from rmsnorm.module.modulated import ModulatedRMSNorm
 from rmsnorm.module.plain import RMSNorm
+from rmsnorm.module.rotary import QKNormRotary
 
-__all__ = ["GatedRMSNorm", "ModulatedRMSNorm", "Norm", "RMSNorm", "RMSNormAdd"]
+__all__ = ["GatedRMSNorm", "ModulatedRMSNorm", "Norm", "QKNormRotary", "RMSNorm", "RMSNormAdd"]

@@ -173,6 +173,24 @@ def modulated_backward(
     )
 
 
+def rotary_forward(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    spec, (rotary_dim, *_) = NormSpec(*options[:3]), options[3:]
+    if any(t.is_meta for t in (x, cos, sin)):
+        checks.check_angles(cos, sin, x, checks.check_rotary_dim(rotary_dim, x))
+    return _y(x, None, weight, spec), rstd_like(x, spec)
+
+
+def rotary_forward_out(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, *options: Any) -> None:
+    rotary_forward(x, weight, cos, sin, *options[:-1])
+
+
+def rotary_backward(
+    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, *options: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    need_dx, need_dweight = options[-2:]
+    return like(x, x.dtype) if need_dx else None, _dweight(x, rstd, weight) if need_dweight else None
+
+
 def partial_forward(x: Tensor, weight: Tensor | None, *options: Any) -> Tensor:
     return _y(x, None, weight, partial_spec(*options))
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rmsnorm import checks
 from rmsnorm.numerics import blocks, modulation, quantization, reference
+from rmsnorm.numerics.rotation import Rotation, rotate, rotate_back
 from rmsnorm.numerics.stages import add_residual
 from rmsnorm.ops.layouts import laid_out_like, shared_shape
 from rmsnorm.spec import NormSpec, check_eps, check_group_size, check_number, check_partial
@@ -250,6 +251,36 @@ def modulated_backward(
         for t, dtype in zip(terms, (dscale_dtype, dshift_dtype), strict=True)
     )
     return laid_out_like(x, dx) if need_dx and dx is not None else None, dweight, *sums
+
+
+@_or_on_the_cpu
+def rotary_forward(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    spec, rotation = NormSpec(*options[:3]), Rotation(*options[3:])
+    checks.check_angles(cos, sin, x, checks.check_rotary_dim(rotation.dim, x))
+    if x.is_cuda and x.dtype != torch.float64:  # which may have kernels for the norm
+        n, rstd = torch.ops.rmsnorm.forward_train(x, weight, *spec[:3])
+    else:
+        n, rstd = _normalize(x, None, weight, spec)
+    return laid_out_like(x, rotate(n, cos, sin, rotation)), rstd
+
+
+def rotary_forward_out(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, *options: Any) -> None:
+    *others, out = options
+    y, _ = rotary_forward(x, weight, cos, sin, *others)
+    for name, t in (("cos", cos), ("sin", sin)):
+        checks.check_apart(out, t, name)
+    _write(out, x, weight, y)
+
+
+@_or_on_the_cpu
+def rotary_backward(
+    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, *options: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    weight_offset, *rotation, need_dx, need_dweight = options
+    dn = rotate_back(dy, cos, sin, Rotation(*rotation))
+    norm_backward = torch.ops.rmsnorm.backward if x.is_cuda and x.dtype != torch.float64 else backward
+    dx, dweight = norm_backward(dn, x, rstd, weight, weight_offset, None, None, need_dx, need_dweight)
+    return dx, dweight
 
 
 def partial_forward(x: Tensor, *arguments: Any) -> Tensor:

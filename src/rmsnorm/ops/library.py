@@ -42,6 +42,9 @@ partial_backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, float weight_
 modulated_forward(Tensor x, Tensor? weight, Tensor? scale, Tensor? shift, float eps, float weight_offset=0.0, int rounding=0) -> Tensor
 modulated_forward_train(Tensor x, Tensor? weight, Tensor? scale, Tensor? shift, float eps, float weight_offset=0.0, int rounding=0) -> (Tensor y, Tensor rstd)
 modulated_backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, Tensor? scale, float weight_offset, int rounding, int shared, bool need_dx, bool need_dweight, ScalarType? dscale_dtype, ScalarType? dshift_dtype) -> (Tensor? dx, Tensor? dweight, Tensor? dscale, Tensor? dshift)
+rotary_forward(Tensor x, Tensor? weight, Tensor cos, Tensor sin, float eps, float weight_offset, int rounding, int rotary_dim, bool interleaved, bool each) -> (Tensor y, Tensor rstd)
+rotary_forward_out(Tensor x, Tensor? weight, Tensor cos, Tensor sin, float eps, float weight_offset, int rounding, int rotary_dim, bool interleaved, bool each, Tensor(a!) out) -> ()
+rotary_backward(Tensor dy, Tensor x, Tensor rstd, Tensor? weight, Tensor cos, Tensor sin, float weight_offset, int rotary_dim, bool interleaved, bool each, bool need_dx, bool need_dweight) -> (Tensor? dx, Tensor? dweight)
 """  # noqa: E501
 NAMES = tuple(schema.partition("(")[0] for schema in _SCHEMAS.strip().splitlines())
 
