@@ -100,9 +100,10 @@ def test_what_is_not_answered_is_said(capsys, write):
     assert main(["check", "torch", "--only", "weight-offset", "--in-process"]) == 2
 
 
-def test_without_a_compiler_compiled_code_is_not_asked_for(monkeypatch):
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("/nowhere/c++",))
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
-    found = results(conformance.load("torch"), chosen(["compile"]))
+def test_without_a_compiler_compiled_code_is_not_asked_for():
+    # Not by monkeypatch, which deletes what it restores in PyTorch's modules of settings.
+    no_compiler = torch._inductor.config.patch({"cpp.cxx": ("/nowhere/c++",)})
+    with no_compiler, torch.compiler.config.patch(force_disable_caches=True):
+        found = results(conformance.load("torch"), chosen(["compile"]))
     assert {r.verdict for r in found.values()} == {NOT_APPLICABLE}
     assert "torch.compile does not work here" in found["compile"].measured

@@ -73,7 +73,7 @@ def test_misspelt_options_are_errors():
         lambda: rms_norm(x, epsilon=1e-6),
         lambda: rms_norm(x, None, 1e-6, 1.0),
         lambda: add_rms_norm(x, x, out=x),
-        lambda: RMSNorm(8, bias=True),
+        lambda: RMSNorm(8, biased=True),
     ):
         with pytest.raises(TypeError, match="argument"):
             call()

@@ -6,12 +6,21 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rmsnorm import GatedRMSNorm, RMSNorm, add_rms_norm, gated_rms_norm, rms_norm
-from tests.support.forms import FORMS
+from rmsnorm import GatedRMSNorm, RMSNorm, add_rms_norm, gated_rms_norm, rms_norm, rms_norms
+from tests.support.forms import FORMS, Form
+from tests.support.fused import FUSED
 
 
 class OthersError(RuntimeError):
     """Of the kinds that a call might take for a refusal of its own."""
+
+
+# Functions that are in neither list.
+MORE = [
+    Form("several", lambda x, w, **options: rms_norms([x, x], [w, w], **options), None, {"rounding": "once"}),
+    Form("partial", lambda x, w, **options: rms_norm(x, w, partial=5, **options), None, {"rounding": "once"}),
+    Form("bias", lambda x, w, **options: rms_norm(x, w, bias=w, **options), None, {"rounding": "once"}),
+]
 
 
 @pytest.mark.parametrize("kind", [OthersError, RuntimeError, TypeError, KeyError, AttributeError])
@@ -40,10 +49,10 @@ class Raising(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", [OthersError, RuntimeError, TypeError, KeyError])
-@pytest.mark.parametrize("form", FORMS[::3], ids=str)
+@pytest.mark.parametrize("form", [*FORMS[::3], *FUSED[::3], *MORE], ids=str)
 def test_dispatch_modes(form, kind):
     for need in (False, True):
-        tensors = [None if t is None else t.requires_grad_(need) for t in form.tensors()]
+        tensors = [t if t is None or t.dtype == torch.long else t.requires_grad_(need) for t in form.tensors()]
         mode = Raising(kind)
         with mode, pytest.raises(kind, match="mine"):
             form(*tensors)

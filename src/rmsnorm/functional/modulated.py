@@ -59,8 +59,13 @@ def modulated_rms_norm(
     if normalized_shape is None and _is_common(x, scale, shift, weight, eps, weight_offset, rounding):
         try:
             return fused(x, scale, shift, weight, spec_of(eps, weight_offset, rounding))
-        except RuntimeError:  # of an operator, whose checks guard memory; those below say why, or find another way
-            pass
+        except RuntimeError as error:
+            refusal = error
+        for name, t in (("scale", scale), ("shift", shift)):
+            if t is not None:
+                checks.check_broadcast(t, x, name)
+        explained = {"weight_offset": weight_offset, "rounding": rounding}
+        checked.explain(refusal, (x, None, None, weight, None), eps, **explained)
     options: Any = {"weight_offset": weight_offset, "rounding": rounding}
     if checked.is_proxy(x):
         arguments = (x, scale, shift, weight, eps)

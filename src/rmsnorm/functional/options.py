@@ -34,6 +34,7 @@ def rms_norm_with_options(
         and options["group_size"] is None
         and (bias is None) != (partial is None)
         and is_common(x, weight, eps, options["weight_offset"], options["rounding"])
+        and x.dim() > 0
         and (bias is None or (type(bias) in TENSORS and bias.dim() == 1 and bias.dtype is not FLOAT64))
     ):
         fast = spec_of(eps, options["weight_offset"], options["rounding"])
@@ -45,8 +46,11 @@ def rms_norm_with_options(
                 x, weight = dispatch.savable(x, weight)
                 return train(x, None, None, weight, fast)  # type: ignore[no-any-return]
             return doors.forward(x, None, weight, fast)
-        except (RuntimeError, IndexError):  # what follows says why
-            pass
+        except RuntimeError as error:
+            refusal = error
+        if bias is not None:
+            checks.check_broadcast(bias, x, "bias")
+        checked.explain(refusal, (x, None, None, weight, None), eps, **options)
     spec = checked.spec_of(x, eps, **options)
     if axis is not None:
         return _over_axis(x, weight, eps, normalized_shape, out, bias, partial, axis, **options)

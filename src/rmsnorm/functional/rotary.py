@@ -42,7 +42,7 @@ def rms_norm_rotary(
 
     >>> angle = torch.tensor([torch.pi / 2])
     >>> rms_norm_rotary(torch.tensor([3.0, -3.0]), None, angle.cos(), angle.sin())
-    tensor([1., 1.])
+    tensor([1.0000, 1.0000])
 
     Args:
         x: (*, d), as for `rms_norm`: (batch, heads, tokens, d), or (batch, tokens, heads, d), also as a part of a

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from rmsnorm import checked, checks
 from rmsnorm.functional.fast_path import (
     FLOAT64,
     ONCE,
@@ -56,8 +57,12 @@ def rms_norms(
     if weight_offset == 0.0 and rounding is ONCE and not has_gpu and _are_common(xs, weights, eps):
         try:
             return tuple([direct.forward(x, weight, eps) for x, weight in zip(xs, weights, strict=True)])
-        except RuntimeError:  # of an operator, whose checks guard memory; what follows says why
-            pass
+        except RuntimeError as error:
+            refusal = error
+        for x, weight in zip(xs, weights, strict=True):  # those of the operators guard memory; these say why
+            checked.spec_of(x, eps, **options)
+            checks.check_inputs(x, weight, None)
+        raise refusal
     return tuple(rms_norm(x, w, eps, **options) for x, w in zip(xs, weights, strict=True))
 
 

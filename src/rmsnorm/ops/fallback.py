@@ -137,9 +137,8 @@ def quantized_forward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     *fields, need_norm = options
     spec, scale, quant = NormSpec(*fields[:8]), fields[8], quantization.QuantSpec(*fields[9:])
-    h = None
     if residual is None:
-        y, _ = _normalize(x, gate, weight, spec)
+        y, h = _normalize(x, gate, weight, spec)[0], None
     else:
         y, h, _ = _add_and_normalize(x, residual, weight, spec)
     return *quantization.quantize(y, scale, quant), y if need_norm else None, h
@@ -157,17 +156,11 @@ def norm_add_forward(
 
 @_or_on_the_cpu
 def norm_add_norm_forward(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    next_weight: Tensor | None,
-    eps: float,
-    next_eps: float,
-    weight_offset: float = 0.0,
-    rounding: int = 0,
+    x: Tensor, residual: Tensor, weight: Tensor | None, next_weight: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    n, rstd = _normalize(x, None, weight, NormSpec(eps, weight_offset, rounding))
-    y, h, next_rstd = _add_and_normalize(n, residual, next_weight, NormSpec(next_eps, weight_offset, rounding))
+    eps, next_eps, *rest = options
+    n, rstd = _normalize(x, None, weight, NormSpec(eps, *rest))
+    y, h, next_rstd = _add_and_normalize(n, residual, next_weight, NormSpec(next_eps, *rest))
     return y, h, rstd, next_rstd
 
 
