@@ -158,8 +158,7 @@ class _Place:
         arguments = {name: _readable(name, t) for name, t in given.items()}
         self._planned = planned(arguments)
         found = self._rows_of(arguments, groups)
-        self._copied = None in found
-        if self._copied:
+        if None in found:
             arguments = {name: _contiguous(name, t) for name, t in arguments.items()}
             self._planned = planned(arguments)
             found = self._rows_of(arguments, groups)
@@ -181,9 +180,10 @@ class _Place:
         if all(t is self._call[n] for n, t in self._arguments.items()):
             if repeatable:
                 call_cache.store(name, arguments, prepared)
-        elif self._copied and "out" in self._call:
-            self._call["out"].copy_(self._arguments["out"])
-        elif self._copied:
+        elif "out" in self._call:
+            if (out := self._call["out"]) is not self._arguments["out"]:
+                out.copy_(self._arguments["out"])
+        else:
             x = self._call["x"]
             laid_out = [t if t is None or t.shape != x.shape else layouts.laid_out_like(x, t) for t in _tuple(found)]
             found = tuple(laid_out) if isinstance(found, tuple) else laid_out[0]
